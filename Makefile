@@ -8,21 +8,29 @@ ARGS ?=
 # Which of experiments/benchmarks: steps, accounting, allocation, frozen, llm,
 # optimizers, strategies or zoo.
 BENCH ?= steps
+# Of `make test-slow`.
+PART ?= 1
+PARTS ?= 12
 # Of `make docs-open`.
 PORT ?= 8000
+# The last commit that `make subjects` trusts.
+SINCE ?= main
 # Versions as the lock has them. Newer ones: `make test VENV=.venv-newest LOCK= PYTHON=...`.
 VENV ?= .venv
 LOCK ?= .ci/lock.txt
+LOCKS := $(if $(LOCK),.ci/lock.txt .ci/lock-run.txt .ci/lock-release.txt)
+VERSIONS := $(if $(LOCK),build/versions.txt)
 PEERS := .venv-peers
 TUNIX := .venv-tunix
 KERAS := .venv-keras
 FLOWER := .venv-flower
 PY := $(VENV)/bin/python
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 PIP := $(PY) -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-llm test-keras test-flower format lint types docs docs-open dist bench
-.PHONY: bench-peers clean rebuild
+.PHONY: help demo test test-all test-slow test-llm test-keras test-flower format lint types docs docs-open
+.PHONY: paper archives dist sbom audit lock subjects bench bench-peers clean rebuild
 .DELETE_ON_ERROR:
 
 help: ## say what can be made
@@ -36,6 +44,9 @@ test: $(VENV)/ready-dev ## run the tests of the guarantee, in four minutes
 
 test-all: $(VENV)/ready-dev ## run all tests, also the slow ones (hours)
 	$(PY) -m pytest -p tests.guards -n auto --dist worksteal -q -m "" $(ARGS)
+
+test-slow: $(VENV)/ready-dev ## run one of twelve parts of the slow tests: PART=1 to 12
+	$(PY) -m pytest -p tests.parts --part $(PART)/$(PARTS) -n auto --dist worksteal -q -m slow --durations=15 $(ARGS)
 
 test-llm: $(TUNIX)/ready ## run Tunix's language models and their page, in an environment of their own
 	$(TUNIX)/bin/python -m pytest -q -m "" -k "llm or tunix" tests/test_llm.py tests/test_llm_program.py \
@@ -57,23 +68,49 @@ lint: $(VENV)/ready-dev ## check format, lint and types
 	$(PY) -m ruff check .
 	$(PY) -m pyright --pythonpath $(PY)
 
+subjects: ## check that subjects of commits since SINCE have at most 72 characters
+	@! git log --no-merges --format=%s $(SINCE)..HEAD | grep -E '^.{73}'
+
 types: $(VENV)/ready-dev ## check types
 	$(PY) -m pyright --pythonpath $(PY)
 
-docs: $(VENV)/ready-docs ## build the documentation in build/docs; a warning fails it
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -f docs/mkdocs.yml
+docs: $(VENV)/ready-dev ## build the documentation in build/docs; a warning fails it
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -f docs/mkdocs.yml -d ../build/docs/$(VERSION)
+	$(PY) docs/site_root.py build/docs
 	@echo "dpjax: open build/docs/index.html, or serve it with make docs-open"
 
 docs-open: docs ## build the documentation and serve it at 127.0.0.1:8000, or PORT=
 	@echo "dpjax: open http://127.0.0.1:$(PORT)/ in a browser; Ctrl-C ends the server"
 	@$(PY) -m http.server --bind 127.0.0.1 --directory build/docs $(PORT) >/dev/null
 
-dist: $(VENV)/ready-run ## build wheel and sdist, and try both in empty environments
-	@$(PIP) install -q build
+paper: $(VENV)/ready-run ## draw the paper's figures, and set it in build/paper/paper.html
+	@$(PIP) install -q pypandoc_binary==1.17
+	$(PY) paper/build.py
+	@echo "dpjax: open build/paper/paper.html"
+
+archives: $(VENV)/ready-run ## build wheel and sdist in dist, to the byte as any other clone of this commit
 	@rm -rf dist
-	$(PY) -m build -q --outdir dist
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(PY) -m build -q --no-isolation --outdir dist
+	@cd dist && sha256sum *
+
+dist: archives $(VERSIONS) ## build wheel and sdist, and try both in empty environments
 	@$(call try,dist/*.whl)
 	@$(call try,dist/*.tar.gz)
+
+sbom: archives $(VERSIONS) $(VENV)/ready-release ## list what the wheel installs in build/sbom.cdx.json (CycloneDX)
+	@rm -rf build/sbom && $(PY) -m venv build/sbom
+	@build/sbom/bin/python -m pip --disable-pip-version-check install -q $(addprefix -c ,$(VERSIONS)) dist/*.whl
+	@build/sbom/bin/python -m pip --disable-pip-version-check uninstall -q -y pip setuptools
+	$(PY) -m cyclonedx_py environment --pyproject pyproject.toml --output-reproducible \
+	  --output-file build/sbom.cdx.json build/sbom/bin/python
+
+audit: $(VENV)/ready-release ## compare the locked versions with the index's database of vulnerabilities
+	$(PY) -m pip_audit --strict --disable-pip --require-hashes -r .ci/lock.txt
+
+lock: $(VENV)/ready-release ## write .ci/lock*.txt: new requirements, or with ARGS=--upgrade new versions
+	$(call lock,.ci/lock.txt,--extra all --extra build --extra dev --extra docs $(ARGS))
+	$(call lock,.ci/lock-run.txt,--extra build --extra data --extra plots -c .ci/lock.txt)
+	$(call lock,.ci/lock-release.txt,--extra release -c .ci/lock.txt)
 
 bench: $(VENV)/ready-run ## time a training step, or with BENCH= another benchmark
 	$(PY) -m experiments.benchmarks.$(BENCH) $(ARGS)
@@ -100,21 +137,46 @@ ifneq ($(wildcard $(VENV)),)
   endif
 endif
 
-$(VENV)/ready-run: pyproject.toml $(LOCK) $(BROKEN)
+# A lock holds the hash of every file that an index has of a version, and pip refuses others. dpjax
+# itself has none, so it is installed apart, by the backend of the lock.
+ifneq ($(LOCK),)
+  INSTALL_RUN = $(PIP) install -q --require-hashes -r .ci/lock-run.txt \
+    && $(PIP) install -q --no-deps --no-build-isolation -e .
+  INSTALL_DEV = $(PIP) install -q --require-hashes -r $(LOCK)
+  INSTALL_RELEASE = $(PIP) install -q --require-hashes -r .ci/lock-release.txt
+else
+  INSTALL_RUN = $(PIP) install -q -e '.[build,data,plots]'
+  INSTALL_DEV = $(PIP) install -q -e '.[dev,docs]'
+  INSTALL_RELEASE = $(PIP) install -q -e '.[release]'
+endif
+
+$(VENV)/ready-run: pyproject.toml $(LOCKS) $(BROKEN)
 	@$(call create)
 	@echo "dpjax: installing what dpjax runs with (a minute or so, the first time)"
-	@$(PIP) install -q $(if $(LOCK),-c $(LOCK)) -e '.[data,plots]'
+	@$(INSTALL_RUN)
 	@touch $@
 
 $(VENV)/ready-dev: $(VENV)/ready-run
-	@echo "dpjax: installing the tools for tests, lint and types"
-	@$(PIP) install -q $(if $(LOCK),-c $(LOCK)) -e '.[dev]'
+	@echo "dpjax: installing the tools for tests, lint, types and documentation"
+	@$(INSTALL_DEV)
 	@touch $@
 
-$(VENV)/ready-docs: $(VENV)/ready-run
-	@echo "dpjax: installing the tools for the documentation"
-	@$(PIP) install -q $(if $(LOCK),-c $(LOCK)) -e '.[docs]'
+$(VENV)/ready-release: $(VENV)/ready-run
+	@echo "dpjax: installing the tools of a release"
+	@$(INSTALL_RELEASE)
 	@touch $@
+
+# The versions of the lock without their hashes, for environments that need others as well.
+build/versions.txt: .ci/lock.txt
+	@mkdir -p build
+	@sed -n 's/ *\\$$//; /^[a-zA-Z]/p' $< > $@
+
+# `uv` solves for every platform and Python, and takes the hashes of all files of a version. The files
+# that stand are what it begins with.
+define lock
+$(PY) -m uv pip compile -q --universal --python-version 3.11.5 --generate-hashes --no-annotate \
+  --custom-compile-command 'make lock' pyproject.toml $(2) -o $(1)
+endef
 
 # The peers live apart, so that nothing of theirs can reach what users install. PyTorch comes
 # first and by its number: what follows would otherwise choose the newest build for it.
@@ -126,18 +188,18 @@ $(PEERS)/ready: .ci/peers.txt | $(VENV)/ready-run
 	  -c .ci/peers.txt opacus jax-privacy -e '.[data]'
 	@touch $@
 
-$(TUNIX)/ready: $(LOCK) | $(VENV)/ready-run
+$(TUNIX)/ready: $(VERSIONS) | $(VENV)/ready-run
 	@echo "dpjax: installing Tunix in $(TUNIX) (some minutes, the first time)"
 	@rm -rf $(TUNIX) && $(PY) -m venv $(TUNIX) && echo '*' > $(TUNIX)/.gitignore
 	@$(TUNIX)/bin/python -m pip --disable-pip-version-check install -q torch==2.13.0
-	@$(TUNIX)/bin/python -m pip --disable-pip-version-check install -q $(if $(LOCK),-c $(LOCK)) \
+	@$(TUNIX)/bin/python -m pip --disable-pip-version-check install -q $(addprefix -c ,$(VERSIONS)) \
 	  google-tunix==0.1.7 qwix==0.1.8 transformers peft -e '.[dev,llm]'
 	@touch $@
 
-$(KERAS)/ready: $(LOCK) | $(VENV)/ready-run
+$(KERAS)/ready: $(VERSIONS) | $(VENV)/ready-run
 	@echo "dpjax: installing Keras and KerasHub in $(KERAS) (some minutes, the first time)"
 	@rm -rf $(KERAS) && $(PY) -m venv $(KERAS) && echo '*' > $(KERAS)/.gitignore
-	@$(KERAS)/bin/python -m pip --disable-pip-version-check install -q $(if $(LOCK),-c $(LOCK)) \
+	@$(KERAS)/bin/python -m pip --disable-pip-version-check install -q $(addprefix -c ,$(VERSIONS)) \
 	  keras==3.15.0 keras-hub==0.32.0 -e '.[dev]'
 	@touch $@
 
@@ -163,12 +225,12 @@ endef
 # Installs a file in an empty environment, and runs tests/installed.py in an empty folder: without
 # the optional packages, and with them. `make dist PYTHON=/path/to/python3.13 CONSTRAINTS=FILE` does
 # so with another Python and other versions.
-CONSTRAINTS ?= .ci/lock.txt
+CONSTRAINTS ?= $(VERSIONS)
 define try
 set -e; \
 work=$$(mktemp -d); trap 'rm -rf "$$work"' EXIT; \
 $(or $(PYTHON),$(PY)) -m venv "$$work/env"; mkdir "$$work/empty"; \
-pip() { "$$work/env/bin/python" -m pip --disable-pip-version-check install -q -c $(CONSTRAINTS) "$$@"; }; \
+pip() { "$$work/env/bin/python" -m pip --disable-pip-version-check install -q $(addprefix -c ,$(CONSTRAINTS)) "$$@"; }; \
 try() { (cd "$$work/empty" && "$$work/env/bin/python" -I "$(CURDIR)/tests/installed.py"); }; \
 for file in $(1); do \
   echo "dpjax: trying $$file in an empty environment"; \

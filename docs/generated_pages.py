@@ -12,6 +12,7 @@ import json
 import pathlib
 import re
 import sys
+import tomllib
 
 import griffe
 import math_core
@@ -29,6 +30,8 @@ PAGES = {
     "index.md": ROOT / "README.md",
     "contributing.md": ROOT / "CONTRIBUTING.md",
     "changelog.md": ROOT / "CHANGELOG.md",
+    "security.md": ROOT / "SECURITY.md",
+    "conduct.md": ROOT / "CODE_OF_CONDUCT.md",
     "results.md": ROOT / "experiments" / "results" / "README.md",
 }
 NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
@@ -39,9 +42,17 @@ KINDS = ["function", "class", "attribute"]
 PUBLIC = {}  # what a table may say, and its anchor
 
 
+def on_config(config):
+    """Puts the version of the project into the address of the site."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    config.site_url = f"{config.site_url.rstrip('/')}/{project['version']}/"
+    return config
+
+
 def on_files(files, config):
     """Adds the generated pages to the files of the site."""
-    sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+    sys.path[:0] = [str(ROOT), str(ROOT / "src"), str(ROOT / "docs")]
+    import social_card
     from experiments import gallery
 
     from dpjax.cli.report import style
@@ -51,6 +62,8 @@ def on_files(files, config):
 
     for name, path in PAGES.items():
         text = re.sub(r'(\]\(|")docs/pages/', r"\1", path.read_text())
+        for page, source in PAGES.items():
+            text = text.replace(f"]({source.name})", f"]({page})")
         if name == "index.md":
             text = text.partition(FIRST)[0] + NEXT
         add(name, NOT_SEARCHED * (name == "changelog.md") + text)
@@ -70,6 +83,7 @@ def on_files(files, config):
         for name, picture in pictures.items():
             add(f"notebooks/{name}", picture)
     add("assets/speed.png", gallery.speed_picture())
+    add("assets/card.png", social_card.social_card())
     page, pictures = gallery.gallery()
     add("gallery.md", page)
     for name, picture in pictures.items():

@@ -186,7 +186,7 @@ LAST: Changes = [
 # "whitened" walks less: rates fall with epsilon, and no other average gained for "patches".
 SHORT: dict[float, Changes] = {
     1.0: [{"rate": 0.5}, {"rate": 0.5}],
-    3.0: [{"rate": 0.5}, {"rate": 2}],
+    3.0: [{"rate": 0.5}, {"rate": 0.5}, {"rate": 2}],
     8.0: [{"rate": 2}, {"rate": 2}],
 }
 # Trials before the search. MNIST at epsilon 1: the start, and moments of every place, twice.
@@ -461,6 +461,12 @@ def write_card(results: runs.Results, name: str, recipe: Recipe) -> None:
         path.write_text(json.dumps(card) + "\n")
 
 
+def looks_of(results: runs.Results, dataset: str, model: str) -> int:
+    """How many trials of the file read the split, in this walk and in earlier ones."""
+    mark = f"{results.mark}split: {named(dataset, model, 1.0).removesuffix('1')}"
+    return sum(name.startswith(mark) for name in results.content["rows"])
+
+
 def walk(results: runs.Results, dataset: str, model: str) -> None:
     """The search of a data set and model, and the rows or curves that the flags ask for."""
     rows = {epsilon: named(dataset, model, epsilon) for epsilon in EPSILONS}
@@ -485,7 +491,7 @@ def walk(results: runs.Results, dataset: str, model: str) -> None:
             curve = partial(run, recipe, held_out, looks=20)
             results.of(f"curve: {named(dataset, model, epsilon)}", 0, curve)
     elif not SEARCH.value:
-        trials = len(tried) + EARLIER.get((dataset, model), 0)
+        trials = looks_of(results, dataset, model) + EARLIER.get((dataset, model), 0)
         done: dict[str, list[float]] = {name: [] for name in rows.values()}
         for seed in runs.seeds():  # the rows of a seed share its features
             for epsilon, name in rows.items():

@@ -2,16 +2,19 @@
 """One run without a search, next to the best of a search at equal and at equal total epsilon.
 
 claim     `dpjax.plan` is at most 0.5 points (2 % of RMSE) behind a searched row at equal epsilon
-verdict   docs/pages/nothing_to_tune.md has the table, which ``--page`` writes, and what did not run
+verdict   docs/pages/nothing_to_tune.md has the tables and a verdict, which ``--page`` writes
 time      3 to 10 core seconds a run of a table, 1 to 3 core minutes of images
 hardware  CPU cores
 command   python -m experiments.nothing_to_tune --seeds=5 --cache_dir=FOLDER
               --out=experiments/results/nothing_to_tune.json
 
+The file follows the comparison: the tasks, a run by a plan, the baseline, the rows, and the tables.
+
 Development tasks chose `planning.pace.DRIFT` and the defaults of `planning.sizes`; held-out tasks
 ran after the method was fixed. Rows of MNIST and CIFAR-10 compare to the rows of
 `experiments.accuracy`, with their features. The other baselines are the best of `GRID` on a split
-of the training data, trained again on all of it. ``--row="wine"`` runs some tasks.
+of the training data, trained again on all of it, with the batch, steps and noise of the plan.
+``--row="wine"`` runs some tasks.
 
 A row "in total" is the run without a search at the epsilon that `accounting.select_best` charges
 for the search.
@@ -34,10 +37,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import flags
-from flax.traverse_util import unflatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 import dpjax
-from dpjax import accounting, clipping, losses, metrics, models, training
+from dpjax import accounting, clipping, losses, metrics, models, planning, training
 from experiments import accuracy, declared, text
 from experiments.common import runs
 
@@ -64,14 +67,21 @@ HELD_OUT = (
     "cifar10 linear",
     "cifar10 patches",
 )
+SMALL = {"breast cancer linear", "diabetes linear"}  # fewer than 1,000 rows
+# `experiments.accuracy` has the searched rows of these tasks.
+SEARCHED = {"mnist linear", "mnist cnn", "cifar10 linear", "cifar10 patches"}
 # Bounds, and rates times bounds. Fixed before the first held-out run.
 GRID = tuple(itertools.product((0.1, 1.0), (0.02, 0.1, 0.5, 2.5)))
-GRID_STEPS = 160
-SEARCHED = {"mnist linear", "mnist cnn", "cifar10 linear", "cifar10 patches"}
+
+Run = Mapping[str, Any]  # its numbers
+Rows = Mapping[str, Any]  # runs by row and seed
+
+
+# Tasks
 
 
 class Task(NamedTuple):
-    """Data, a loss, first parameters by seed, and what is measured on parameters."""
+    """Data, a loss, first parameters by seed, and the outputs that are measured."""
 
     train: Any
     test: Any
@@ -82,11 +92,25 @@ class Task(NamedTuple):
     range: tuple[float, float] | None = None  # of a target
 
 
+@functools.lru_cache(maxsize=1)
+def task_of(name: str) -> Task:
+    """A task by its name, which ends with its model."""
+    dataset, _, kind = name.rpartition(" ")
+    if kind == "embeddings":
+        return of_text(dataset)
+    if dataset in declared.NAMES:
+        return of_table(dataset, kind)
+    if dataset == "digits" or dataset.endswith("pixels"):
+        return of_pixels(dataset.split()[0], kind)
+    return of_features(dataset, kind)
+
+
 def of_model(model: Any, train: Any, test: Any, loss: Any, **options: Any) -> Task:
-    """A task of a Flax model."""
+    """A task of a Flax model, all of whose parameters are trained."""
+    initialize = jax.jit(model.init)
 
     def start(seed: int) -> Any:
-        return jax.jit(model.init)(jax.random.key(seed), jnp.asarray(train[0][0]))["params"]
+        return initialize(jax.random.key(seed), jnp.asarray(train[0][0]))["params"]
 
     def outputs(params: Any, x: Any) -> Any:
         return model.apply({"params": params}, x)
@@ -94,37 +118,72 @@ def of_model(model: Any, train: Any, test: Any, loss: Any, **options: Any) -> Ta
     return Task(train, test, losses.of(model, loss), start, outputs, **options)
 
 
+def of_table(name: str, kind: str) -> Task:
+    """A table with declared columns, and a label or a target."""
+    table = declared.table(name)
+    model = models.by_name(kind, classes=table.classes or 1, **declared.MODELS[kind])
+    loss = losses.squared_error
+    if table.classes:
+        loss = losses.cross_entropy
+    return of_model(model, table.train, table.test, loss, range=table.target_range)
+
+
+def of_pixels(name: str, kind: str) -> Task:
+    """Images as vectors whose length is about 4."""
+    dataset = runs.loaded(name)
+
+    def vectors(images: Any) -> Any:
+        pixels = (np.asarray(images, np.float32) - 0.3) / 0.35
+        x = pixels.reshape(len(pixels), -1)
+        return x * 4 / x.shape[1] ** 0.5
+
+    train, test = ((vectors(x), y) for x, y in (dataset.train, dataset.test))
+    return of_model(models.by_name(kind, 10), train, test, losses.cross_entropy)
+
+
+def of_features(name: str, kind: str) -> Task:
+    """Images on the features of their searched row in `experiments.accuracy`."""
+    recipe = accuracy.Recipe(name, kind, **accuracy.STARTS[name, kind])
+    if name == "cifar10":  # the features of the searched row are not settings of training
+        recipe = recipe._replace(mirrored="mean", opponent=True, standard=kind == "patches")
+    train, test = ((x[:, 0], y) for x, y in accuracy.prepared(recipe, 0, 0))
+    network = "scatter_linear"
+    if kind == "cnn":  # with cross entropy: the other loss has settings that were searched
+        network, _ = accuracy.CNNS[name]
+    model = models.by_name(network, 10, torch_init=True)
+    return of_model(model, train, test, losses.cross_entropy)
+
+
 def of_text(name: str) -> Task:
     """Phrases of SST-2 from the base of `experiments.text`, or questions of TREC from nothing."""
     if name == "sst2":
         train = text.phrases_of("train")
         test = text.phrases_of("test")
-        base = text.base
-        model = text.MODEL
-    else:
-        lines = {p: text.text_of(f"trec_{p}.tsv").splitlines()[1:] for p in ("train", "test")}
-        kinds = sorted({line.split("\t")[0] for line in lines["train"]})
-        parts = {}
-        for part, rows in lines.items():
-            cells = [row.split("\t") for row in rows]
-            x = np.stack([text.tokens(question) for _, _, question in cells])
-            parts[part] = x, np.array([kinds.index(kind) for kind, *_ in cells], np.int32)
-        train = parts["train"]
-        test = parts["test"]
-        model = text.MODEL.clone(classes=len(kinds))
+        return of_embeddings(text.MODEL, text.base(0), train, test)
+    train = questions_of("train")
+    test = questions_of("test")
+    model = text.MODEL.clone(classes=6)
+    leaves = jax.jit(model.init)(jax.random.key(0), jnp.asarray(train[0][0]))["params"]
+    return of_embeddings(model, flatten_dict(leaves, sep="/"), train, test)
 
-        def base(seed: int) -> Any:
-            tree = jax.jit(model.init)(jax.random.key(seed), jnp.asarray(train[0][0]))["params"]
-            return text.flatten_dict(tree, sep="/")
 
+def questions_of(part: str) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of questions, and their kinds; each kind is in both parts."""
+    lines = text.text_of(f"trec_{part}.tsv").splitlines()[1:]
+    kinds, _, questions = zip(*[line.split("\t") for line in lines], strict=True)
+    x = np.stack([text.tokens(question) for question in questions])
+    _, y = np.unique(kinds, return_inverse=True)
+    return x, y.astype(np.int32)
+
+
+def of_embeddings(model: Any, leaves: Mapping[str, Any], train: Any, test: Any) -> Task:
+    """Embeddings and the head of a network are trained; a seed is one of noise and draws."""
     pattern = re.compile(text.TRAINED["embeddings and head"])
-
-    leaves = base(0)
-    trained = {leaf: value for leaf, value in leaves.items() if pattern.search(leaf)}
-    frozen = {leaf: value for leaf, value in leaves.items() if leaf not in trained}
+    trained = {name: leaf for name, leaf in leaves.items() if pattern.search(name)}
+    frozen = {name: leaf for name, leaf in leaves.items() if name not in trained}
 
     def start(seed: int) -> Any:
-        del seed  # a seed is one of noise and draws
+        del seed
         return trained
 
     def outputs(params: Any, x: Any) -> Any:
@@ -137,42 +196,38 @@ def of_text(name: str) -> Task:
     return Task(train, test, loss, start, outputs, frozen)
 
 
-def of_images(name: str, kind: str) -> Task:
-    """Images as vectors, or on the features of `experiments.accuracy`."""
-    if kind == "mlp" or name.endswith("pixels") or name == "digits":
-        data = runs.loaded(name.split()[0])
-        model = models.by_name(kind, 10)
-        scaled = [((np.asarray(x, np.float32) - 0.3) / 0.35, y) for x, y in (data.train, data.test)]
-        scaled = [(x.reshape(len(x), -1) * 4 / x[0].size ** 0.5, y) for x, y in scaled]
-        return of_model(model, *scaled, losses.cross_entropy)
-    recipe = accuracy.Recipe(name, kind, **accuracy.STARTS[name, kind])
-    if name == "cifar10":  # the features of the searched row are not settings of training
-        recipe = recipe._replace(mirrored="mean", opponent=True, standard=kind == "patches")
-    train, test = ((x[:, 0], y) for x, y in accuracy.prepared(recipe, 0, 0))
-    network = "scatter_linear"
-    if kind == "cnn":  # with cross entropy: the other loss has settings that were searched
-        network, _ = accuracy.CNNS[name]
-    model = models.by_name(network, 10, torch_init=True)
-    return of_model(model, train, test, losses.cross_entropy)
+# A run by a plan
+
+
+@functools.cache
+def plan_of(examples: int, epsilon: float) -> planning.Planned:
+    """The plan for as many examples; parameters only enter its printed reasons."""
+    return dpjax.plan(examples, jnp.zeros(()), epsilon=epsilon, delta=runs.DELTA)
+
+
+def algorithm_of(task: Task, optimizer: Any, mechanism: dpjax.Mechanism) -> Any:
+    """The training of a task."""
+    return dpjax.dpsgd(task.loss, optimizer, mechanism, task.train, frozen=task.frozen)
 
 
 @functools.lru_cache(maxsize=1)
-def task_of(name: str) -> Task:
-    """A task by its name."""
-    where, _, kind = name.rpartition(" ")
-    if kind == "embeddings":
-        return of_text(where)
-    if where in declared.NAMES:
-        table = declared.table(where)
-        model = models.by_name(kind, classes=table.classes or 1, **declared.MODELS[kind])
-        loss = losses.squared_error
-        if table.classes:
-            loss = losses.cross_entropy
-        return of_model(model, table.train, table.test, loss, range=table.target_range)
-    return of_images(where, kind)
+def planned(name: str, epsilon: float) -> Any:
+    """The training by a plan, which is made of public numbers."""
+    task = task_of(name)
+    plan = plan_of(len(task.train[1]), epsilon)
+    return algorithm_of(task, plan.optimizer, plan.mechanism)
 
 
-def measured(task: Task, params: Any) -> dict[str, float]:
+def trained(task: Task, algorithm: Any, seed: int) -> Run:
+    """One run: the measure of its averaged parameters on the test rows."""
+    state = algorithm.init(task.start(seed), key=jax.random.key(seed))
+    steps = algorithm.mechanism.steps
+    state, _ = dpjax.fit(algorithm, state, evaluate_every=steps, progress=False)
+    params = training.averaged(state.optimizer)
+    return measured(task, {**(task.frozen or {}), **params})
+
+
+def measured(task: Task, params: Any) -> Run:
     """Accuracy in per cent, or the root of the mean squared error in the units of the target."""
     x, y = jax.tree.map(jnp.asarray, task.test)
     outputs = jax.lax.map(partial(task.outputs, params), x, batch_size=500)
@@ -182,31 +237,8 @@ def measured(task: Task, params: Any) -> dict[str, float]:
     return {"rmse": (high - low) / 2 * float(metrics.rmse(outputs.reshape(-1), y.reshape(-1)))}
 
 
-def algorithm_of(task: Task, optimizer: Any, mechanism: Any) -> Any:
-    """The training of a task."""
-    return dpjax.dpsgd(task.loss, optimizer, mechanism, task.train, frozen=task.frozen)
-
-
-def trained(task: Task, algorithm: Any, seed: int) -> dict[str, Any]:
-    """One run."""
-    state = algorithm.init(task.start(seed), key=jax.random.key(seed))
-    steps = algorithm.mechanism.steps
-    state, _ = dpjax.fit(algorithm, state, evaluate_every=steps, progress=False)
-    return measured(task, {**(task.frozen or {}), **training.averaged(state.optimizer)})
-
-
-@functools.lru_cache(maxsize=1)
-def planned(name: str, epsilon: float) -> Any:
-    """The run without a search: its plan is made of public numbers."""
-    task = task_of(name)
-    examples = len(task.train[1])
-    plan = dpjax.plan(examples, task.start(0), epsilon=epsilon, delta=runs.DELTA)
-    return algorithm_of(task, plan.optimizer, plan.mechanism)
-
-
-def untuned(name: str, epsilon: float, seed: int, folder: Any = None) -> dict[str, Any]:
+def untuned(name: str, epsilon: float, seed: int, _: Any) -> Run:
     """A run without a search."""
-    del folder
     algorithm = planned(name, epsilon)
     return {
         **trained(task_of(name), algorithm, seed),
@@ -216,22 +248,17 @@ def untuned(name: str, epsilon: float, seed: int, folder: Any = None) -> dict[st
     }
 
 
+# The baseline: the best of a search
+
+
 def of_grid(task: Task, setting: tuple[float, float], epsilon: float) -> Any:
-    """The training with a setting of the grid."""
+    """The training with a setting of the grid, on the batch, steps and noise of the plan."""
     bound, step = setting
-    examples = len(task.train[1])
-    batch = min(examples // 4, 2048)
-    mechanism = runs.calibrated(examples, batch, GRID_STEPS, epsilon, 1.0)
-    mechanism = dataclasses.replace(mechanism, clipping=clipping.flat(bound))
+    plan = plan_of(len(task.train[1]), epsilon)
+    mechanism = dataclasses.replace(plan.mechanism, clipping=clipping.flat(bound))
     sgd = optax.sgd(step / bound, momentum=0.9)
-    optimizer = optax.chain(sgd, training.average_parameters(0.95))
-    return algorithm_of(task, optimizer, mechanism)
-
-
-def better(run: Mapping[str, Any]) -> float:
-    """The larger, the better; a diverged run is the worst."""
-    value = run["accuracy"] if "accuracy" in run else -run["rmse"]
-    return value if np.isfinite(value) else -np.inf
+    average = training.average_parameters(planning.decay_for(mechanism.steps))
+    return algorithm_of(task, optax.chain(sgd, average), mechanism)
 
 
 @functools.lru_cache(maxsize=1)
@@ -240,20 +267,29 @@ def chosen(name: str, epsilon: float) -> tuple[tuple[float, float], Any]:
     task = task_of(name)
     order = np.random.default_rng(0).permutation(len(task.train[1]))
     cut = len(order) // 5
-    kept = jax.tree.map(lambda array: array[order[cut:]], task.train)
-    held = jax.tree.map(lambda array: array[order[:cut]], task.train)
-    split = task._replace(train=kept, test=held)  # no test row is read
-    scores = {s: better(trained(split, of_grid(split, s, epsilon), 0)) for s in GRID}
+    rest = jax.tree.map(lambda array: array[order[cut:]], task.train)
+    held_out = jax.tree.map(lambda array: array[order[:cut]], task.train)
+    split = task._replace(train=rest, test=held_out)  # no test row is read
+    scores = {}
+    for setting in GRID:
+        run = trained(split, of_grid(split, setting, epsilon), 0)
+        scores[setting] = score(run)
     best = max(scores, key=scores.__getitem__)
     return best, of_grid(task, best, epsilon)
 
 
-def searched(name: str, epsilon: float, seed: int, folder: Any = None) -> dict[str, Any]:
+def score(run: Run) -> float:
+    """Accuracy or minus the error: the larger, the better. A diverged run is the worst."""
+    value = run.get("accuracy")
+    if value is None:
+        value = -run["rmse"]
+    return value if np.isfinite(value) else -np.inf
+
+
+def searched(name: str, epsilon: float, seed: int, _: Any) -> Run:
     """A run with the best setting of the grid, and the cost of its search."""
-    del folder
     setting, algorithm = chosen(name, epsilon)
-    event = algorithm.mechanism.event
-    best = accounting.select_best(event, runs.DELTA, runs=len(GRID))
+    best = accounting.select_best(algorithm.mechanism.event, runs.DELTA, runs=len(GRID))
     return {
         **trained(task_of(name), algorithm, seed),
         "setting": list(setting),
@@ -261,66 +297,127 @@ def searched(name: str, epsilon: float, seed: int, folder: Any = None) -> dict[s
     }
 
 
-def rows_of_search(results: Any, name: str, epsilon: float) -> list[Mapping[str, Any]]:
-    """The searched runs, from this file of results or that of `experiments.accuracy`."""
-    if name in SEARCHED:
-        file = pathlib.Path(__file__).parent / "results" / "accuracy.json"
-        rows = json.loads(file.read_text())["rows"]
-        return list(rows.get(f"{name} at epsilon {epsilon:g}", {}).values())
-    run = partial(searched, name, epsilon)
-    return [results.of(f"{name} at epsilon {epsilon:g}, searched", s, run) for s in runs.seeds()]
+# Rows
 
 
 def walk(results: Any, name: str, epsilon: float) -> None:
-    """The rows of a task at one epsilon."""
-    label = f"{name} at epsilon {epsilon:g}"
-    if not runs.named(label):
+    """The rows of a task at one epsilon, as far as they are missing."""
+    row = f"{name} at epsilon {epsilon:g}"
+    if not runs.named(row):
         return
-    run = partial(untuned, name, epsilon)
-    done = [results.of(label, seed, run) for seed in runs.seeds()]
-    print(label, [abs(better(row)) for row in done], flush=True)
-    found = rows_of_search(results, name, epsilon)
-    print("  searched", [abs(better(row)) for row in found], flush=True)
-    if found and name in HELD_OUT:
-        run = partial(untuned, name, found[0]["best_of"])
-        done = [results.of(f"{label}, in total", seed, run) for seed in runs.seeds()]
-        print("  in total", [abs(better(row)) for row in done], flush=True)
+    for seed in runs.seeds():
+        results.of(row, seed, partial(untuned, name, epsilon))
+    if name not in SEARCHED:
+        for seed in runs.seeds():
+            results.of(f"{row}, searched", seed, partial(searched, name, epsilon))
+    _, best, _ = rows_of(results.content["rows"], name, epsilon, results.mark)
+    if best:
+        total = best[0]["best_of"]
+        for seed in runs.seeds():
+            results.of(f"{row}, in total", seed, partial(untuned, name, total))
+    print(*line_of(results.content["rows"], name, epsilon, results.mark), sep="  ", flush=True)
 
 
-def tables(rows: Mapping[str, Any]) -> dict[str, str]:
-    """The tables of the page."""
-    written = {}
-    head = ["task", "epsilon", "no search", "searched", "cost of the search", "no search, in total"]
+def rows_of(rows: Rows, name: str, epsilon: float, mark: str = "") -> list[list[Run]]:
+    """The runs without a search, the searched ones, and those at an equal total epsilon."""
+    row = f"{mark}{name} at epsilon {epsilon:g}"
+    best = rows.get(f"{row}, searched", {})
+    if name in SEARCHED:
+        file = pathlib.Path(__file__).parent / "results" / "accuracy.json"
+        best = json.loads(file.read_text())["rows"].get(row, {})
+    by_seed = (rows.get(row, {}), best, rows.get(f"{row}, in total", {}))
+    return [list(seeds.values()) for seeds in by_seed]
+
+
+def main(results: Any) -> None:
+    """Runs the rows of the tasks that the flags name."""
+    names = HELD_OUT
+    if PART.value == "development":
+        names = DEVELOPMENT
+    if runs.SMOKE.value:
+        names = ("breast cancer linear",)
+    for name, epsilon in itertools.product(names, EPSILONS):
+        walk(results, name, epsilon)
+
+
+# Tables and verdicts
+
+
+def tables(rows: Rows) -> dict[str, str]:
+    """The texts of the page, by marker."""
+    head = [
+        "task",
+        "epsilon",
+        "no search",
+        "searched",
+        "cost of the search",
+        "no search, in total",
+        "core seconds",
+    ]
+    texts = {}
     for part, names in (("held-out", HELD_OUT), ("development", DEVELOPMENT)):
-        lines = []
-        for name, epsilon in itertools.product(names, EPSILONS):
-            label = f"{name} at epsilon {epsilon:g}"
-            found = list(rows.get(f"{label}, searched", {}).values())
-            if name in SEARCHED:
-                found = rows_of_search(None, name, epsilon)
-            total = list(rows.get(f"{label}, in total", {}).values())
-            cost = f"{found[0]['best_of']:.3g}" if found else ""
-            here = list(rows.get(label, {}).values())
-            lines.append([name, f"{epsilon:g}", *map(cell, (here, found)), cost, cell(total)])
-        written[part] = runs.table(head, lines)
-    return written
+        lines = [line_of(rows, name, e) for name, e in itertools.product(names, EPSILONS)]
+        texts[part] = runs.table(head, lines)
+        verdicts = [verdict(rows, names, epsilon) for epsilon in EPSILONS]
+        texts[f"{part} verdict"] = "\n".join(verdicts)
+    return texts
 
 
-def cell(done: list[Mapping[str, Any]]) -> str:
-    """Mean and range; an error has three digits."""
-    values = [abs(better(row)) for row in done]
+def line_of(rows: Rows, name: str, epsilon: float, mark: str = "") -> list[str]:
+    """The line of a task at one epsilon, with the core seconds of its first run and of others."""
+    plain, best, total = rows_of(rows, name, epsilon, mark)
+    cost = ""
+    if best:
+        cost = f"{best[0]['best_of']:.3g}"
+    seconds = [run["core_seconds"] for run in plain]
+    times = ""
+    if seconds[1:]:
+        times = f"{seconds[0]:.0f}, then {np.median(seconds[1:]):.1f}"
+    return [name, f"{epsilon:g}", spread(plain), spread(best), cost, spread(total), times]
+
+
+def spread(done: list[Run]) -> str:
+    """Mean and range over seeds; an error has three digits."""
+    values = [abs(score(run)) for run in done]
     if not values or "accuracy" in done[0]:
         return runs.spread(values)
     return f"RMSE {np.mean(values):.3g} ({min(values):.3g} to {max(values):.3g})"
 
 
-def main(results: Any) -> None:
-    """Runs the rows as far as they are missing."""
-    names = DEVELOPMENT if PART.value == "development" else HELD_OUT
-    if runs.SMOKE.value:
-        names = ("breast cancer linear",)
-    for name, epsilon in itertools.product(names, EPSILONS):
-        walk(results, name, epsilon)
+def verdict(rows: Rows, names: tuple[str, ...], epsilon: float) -> str:
+    """How many tasks meet the goal at one epsilon, and by how much the others miss it."""
+    compared = 0
+    behind = []
+    behind_in_total = []
+    for name in names:
+        plain, best, total = ([score(run) for run in d] for d in rows_of(rows, name, epsilon))
+        if not total:
+            continue
+        compared += 1
+        gap = np.mean(best) - np.mean(plain)
+        if gap > tolerance(name, plain, best):
+            behind.append(f"{name} by {gap:.2g}")
+        if np.mean(total) <= np.mean(best):
+            behind_in_total.append(name)
+    if not compared:
+        return f"* Epsilon {epsilon:g}: not run."
+    return (
+        f"* Epsilon {epsilon:g}: {compared - len(behind)} of {compared} tasks are within the "
+        f"tolerance at equal epsilon, and {compared - len(behind_in_total)} of {compared} are "
+        f"ahead at equal total epsilon. Behind by more: {', '.join(behind) or 'none'}. "
+        f"Behind in total: {', '.join(behind_in_total) or 'none'}. "
+        f"Not run: {len(names) - compared} of {len(names)}."
+    )
+
+
+def tolerance(name: str, plain: list[float], best: list[float]) -> float:
+    """0.5 points or 2 % of RMSE; for few rows two standard errors of the difference of means."""
+    if name in SMALL:
+        variances = [np.var(scores, ddof=1) / len(scores) for scores in (plain, best)]
+        return 2 * float(sum(variances)) ** 0.5
+    if best[0] < 0:  # minus an error
+        return -0.02 * float(np.mean(best))
+    return 0.5
 
 
 if __name__ == "__main__":

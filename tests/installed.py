@@ -43,10 +43,14 @@ def own_data():
     pathlib.Path("my.csv").write_text("\n".join(["a,b,answer", *rows]) + "\n")
     own = ("--dataset=my.csv", "--model=nets:Net", "--out=own", *SHORT)
     if importlib.util.find_spec("matplotlib") is None:
-        dpjax("train", *own, status=1, says="pip install --upgrade matplotlib")
+        dpjax("train", *own, status=1, says="pip install -U matplotlib")
+        both = "pip install -U pyarrow matplotlib"
+        dpjax("train", "--dataset=my.parquet", status=1, says=both)
     label = "my (the label is column 'answer'; 40 of 200 rows are held out for the test)\n3 steps"
     dpjax("train", *own, "--noreport", says=label)
     dpjax("verify", "own", says="holds")
+    dpjax("columns", "my.parquet", status=1, says="pip install -U pyarrow")
+    dpjax("export", "own", status=1, says="pip install -U flatbuffers")
 
 
 def with_extras():
@@ -70,7 +74,7 @@ def main():
     dpjax("train", "--dataset=mnits", status=1, says="one of digits, mnist")
     own_data()
     if importlib.util.find_spec("sklearn") is None:
-        dpjax("train", "--noreport", status=1, says="pip install scikit-learn")
+        dpjax("train", "--noreport", status=1, says="pip install -U scikit-learn")
     else:
         with_extras()
 

@@ -48,7 +48,11 @@ def threads():
     return [t for t in threading.enumerate() if t.name.startswith("dpjax-stream")]
 
 
-@kills("_stream.py", "mine.tolist(), room)", "sorted(mine.tolist()), room)")
+@kills(
+    "_stream.py",
+    "some_indices.tolist(), rows_of_leaves)",
+    "sorted(some_indices.tolist()), rows_of_leaves)",
+)
 @pytest.mark.parametrize("source", [Counted, Many])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_rows_come_as_they_are_asked_for_and_nothing_else_is_read(source, workers):

@@ -20,8 +20,8 @@ FILES = sorted(ROOT.rglob("*.py"))
 # A file imports from its own storey and from those before it in this table; rooms form no circle.
 FLOORS = {
     "core": """
-        checks types trees meshes processes schedules _arrays _display _files _rounding
-        _stream _versions verify clipping noise sampling strategies accounting mechanism
+        checks types trees meshes processes schedules _arrays _deprecated _display _files
+        _rounding _stream _versions verify clipping noise sampling strategies accounting mechanism
         ledger gradients training planning reports data losses
     """,
     "shelf": """

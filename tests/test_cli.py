@@ -649,3 +649,19 @@ def test_settings_that_no_flag_gives_are_planned_and_given_ones_are_kept(worksho
     assert (given.optimizer, given.clipping, given.bound) == ("sgd", "flat", 0.3)
     assert (given.steps, given.batch_size, given.average) == (40, 20, 0.75)
     assert settings("--noise_multiplier=1", "--batch_size=20").optimizer == "sgd"
+
+
+@pytest.mark.thorough
+@kills("cli/train/command.py", "how_chosen = planning.NO_SETTING", "pass")
+@kills("cli/train/unsearched.py", "is_planned(given) and not typed", "is_planned(given)")
+@pytest.mark.parametrize("words", [(), ("--batch_size=20", "--steps=4")], ids=["planned", "given"])
+def test_the_files_of_a_planned_run_state_that_no_setting_was_chosen(words, workshop, tmp_path):
+    given = copy.deepcopy(FLAGS)
+    given(
+        ["train", "--dataset=my.npz", "--model=linear", "--evaluations=1", "--delta=1e-3", *words]
+    )
+    given.out = str(tmp_path / "run")
+    command.execute(given, command.plan(given))
+    for name in ("statement.txt", "board.txt", "report.html"):
+        text = " ".join((tmp_path / "run" / name).read_text().split())  # the board breaks lines
+        assert ("No setting was chosen on these data." in text) == (not words), name

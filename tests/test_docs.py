@@ -153,6 +153,7 @@ def test_the_ratios_in_prose_are_those_of_the_benchmark():
     for page, ranges in [
         (ROOT / "README.md", [plain, *others]),
         (PAGES / "speed.md", [plain, *others]),
+        (ROOT / "paper" / "paper.md", [plain, *others]),
         (PAGES / "faq.md", [plain]),
     ]:
         for of in ranges:

@@ -128,7 +128,7 @@ def test_images_are_each_on_their_own(monkeypatch):
     np.testing.assert_allclose(together, one_by_one, atol=1e-6)
     # Parts of 2, 2, 2 and 1 images, on every machine.
     monkeypatch.setattr(transform, "_part_size", lambda *_: 2)
-    in_lots = transform._scatter.__wrapped__(jnp.asarray(images), 1, 2, 2)
+    in_lots = transform._scatter.__wrapped__(jnp.asarray(images), 1, 2)
     np.testing.assert_allclose(together, in_lots, atol=1e-6)
     broken = images.copy()
     broken[3, 2, 2] = np.nan

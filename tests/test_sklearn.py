@@ -4,13 +4,15 @@
 import copy
 import json
 import pickle
+import re
 import warnings
 
 import numpy as np
 import pytest
 from mutation import kills
 from sklearn.base import clone
-from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.datasets import load_breast_cancer
+from sklearn.model_selection import GridSearchCV, KFold, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 from sklearn.utils.estimator_checks import check_estimator
@@ -87,6 +89,52 @@ def test_copies_are_one_account_and_a_pickle_charges_the_file_or_nothing(tmp_pat
     assert len(book.charges) == len(other.charges) == 2
     assert json.loads((tmp_path / "spent.json").read_text())["charges"] == book.charges
     assert str(book).count("\n") == 3
+
+
+def written_card(book, folder):
+    path = folder / "account.json"
+    path.write_text(json.dumps(dpjax.reports.card(book.mechanism, book.budget.delta)))
+    return path
+
+
+@kills(
+    "ledger.py", "runs += Spent.of_run(facts, planned)", "runs = [*Spent.of_run(facts, planned)]"
+)
+@kills("ledger.py", "largest = max(runs", "largest = min(runs")
+def test_the_card_of_an_account_is_verified(tmp_path, capsys):
+    book = account(path=tmp_path / "spent.json")
+    for units in (400, 300, 200):
+        book.charge(planned(units))
+    assert book.mechanism.sampling.examples == 400, "the most, below which delta has to be"
+    card = written_card(book, tmp_path)
+    claimed = json.loads(card.read_text())
+    assert claimed["epsilon"]["pld"]["value"] == book.epsilon
+    assert [run["sampling"]["examples"] for run in claimed["mechanism"]["before"]] == [
+        400,
+        300,
+        200,
+    ]
+    assert dpjax.verify.main([str(card)]) == 0
+    assert "claims epsilon 1.84 for one example" in capsys.readouterr().out
+    claimed["mechanism"]["before"] *= 2
+    card.write_text(json.dumps(claimed))
+    assert dpjax.verify.main([str(card)]) == 1
+
+
+@pytest.mark.thorough
+def test_verify_recomputes_what_a_search_on_breast_cancer_cost(tmp_path, capsys):
+    x, y = load_breast_cancer(return_X_y=True)
+    model = DPClassifier(account=account(9.0), feature_range=(0, 4000), targets=[0, 1])
+    settings = {"epsilon": [1.0, 2.0]}
+    GridSearchCV(model, settings, cv=KFold(2), error_score="raise").fit(x, y)
+    book = model.account
+    assert len(book.charges) == 2 * 2 + 1
+    assert dpjax.verify.main([str(written_card(book, tmp_path))]) == 0
+    headline, *_ = capsys.readouterr().out.splitlines()
+    numbers = re.search(r"claims epsilon (\S+) .* recomputed (\S+) by pld", headline)
+    claimed, recomputed = map(float, numbers.groups())
+    assert claimed == pytest.approx(book.epsilon, abs=0.01)
+    assert claimed >= max(recomputed, book.epsilon)
 
 
 @kills("sklearn.py", "twin._own = self.account_", "pass")

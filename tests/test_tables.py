@@ -5,6 +5,7 @@ import copy
 import csv
 import datetime
 import importlib
+import json
 import os
 import pathlib
 import pickle
@@ -24,8 +25,10 @@ from mutation import kills
 import dpjax
 from dpjax import data, training
 from dpjax.cli import columns as drafts
+from dpjax.cli import plan, predict
 from dpjax.cli.audit import audit_command, rebuilt_run
 from dpjax.cli.flag_sets import audit as audit_flags
+from dpjax.cli.flag_sets import plan as plan_flags
 from dpjax.cli.flag_sets import sweep as sweep_flags
 from dpjax.cli.flag_sets.train import FLAGS
 from dpjax.cli.sweep import command as search
@@ -629,6 +632,26 @@ def test_a_draft_follows_most_cells_and_knows_dates_with_the_day_first(tmp_path,
         assert f"{kind} (" in text or f"{kind}," in text, kind
 
 
+@kills("cli/plan.py", "dpjax.sampling.persons(np.arange(rows), rows, most_rows)", "batches")
+def test_minutes_are_planned_for_persons_with_all_rows_that_a_step_reads(
+    folder, monkeypatch, capsys
+):
+    timed = []
+
+    def dpsgd(loss, optimizer, mechanism, rows):
+        timed.append(mechanism.sampling)
+        return dpjax.training.dpsgd(loss, optimizer, mechanism, rows)
+
+    monkeypatch.setattr(dpjax, "dpsgd", dpsgd)
+    given = copy.deepcopy(plan_flags.FLAGS)
+    words = "--dataset=visits.csv --columns=columns.toml --unit_column=patient --model=linear"
+    given(["plan", *words.split(), "--most_rows=3", "--minutes=1"])
+    plan.run(given, [])
+    assert [sampling.most_rows for sampling in timed] == [3]
+    units = command.load(given).units
+    assert f" of {units}: noise" in capsys.readouterr().out
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("declared", ["columns.toml", "target.toml"])
 def test_a_run_predicts_new_rows_in_another_process_without_its_declarations(folder, declared):
@@ -655,10 +678,18 @@ def test_a_run_predicts_new_rows_in_another_process_without_its_declarations(fol
         name: frame[name] for name in reversed(HEADER) if name not in (learnt, "note", "patient")
     }
     written(folder / "new.csv", zip(*few.values(), strict=True), [*few])
-    (folder / declared).unlink()
+    (folder / declared).rename("elsewhere.toml")
     done = subprocess.run(
         [*run, "predict", "run", "new.csv"], check=True, capture_output=True, text=True
     )
+    config = json.loads(pathlib.Path("run/config.json").read_text())
+    for name in ("declared", "classes"):  # as an earlier version wrote it
+        config.pop(name, None)
+    pathlib.Path("run/config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"does not hold the declared .* --columns={declared}"):
+        predict.predicted(pathlib.Path("run"), "new.csv")
+    again = predict.predicted(pathlib.Path("run"), "new.csv", declarations="elsewhere.toml")
+    assert again == done.stdout
     header, *lines = csv.reader(done.stdout.splitlines())
     given = copy.deepcopy(FLAGS)
     given(["train", "--model=linear"])

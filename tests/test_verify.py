@@ -4,6 +4,7 @@
 import copy
 import json
 import math
+import pathlib
 import re
 import subprocess
 import sys
@@ -17,12 +18,12 @@ from mutation import kills
 from scipy import stats
 from small_mechanisms import mechanism_with
 
-from dpjax import clipping, ledger, reports, sampling, strategies, trees, verify
+from dpjax import _versions, clipping, ledger, reports, sampling, strategies, trees, verify
 from dpjax._rounding import three_digits, upwards
 from dpjax.accounting import _loss_distributions
 from dpjax.accounting._event_parts import split
 from dpjax.mechanism import Spent
-from dpjax.verify import _epsilon, _matrices, cards, facts, steps
+from dpjax.verify import _epsilon, _matrices, advisories, cards, facts, steps
 from dpjax.verify.facts import BOUNDS
 
 DELTA = 1e-5
@@ -446,6 +447,49 @@ def test_parameters_are_those_of_the_card(tmp_path, capsys, honest, monkeypatch)
     assert not next(cards.parameters(honest, path, [str(near)]))[0]
     assert verify.main([f"--params={path}", str(path)]) == 1
     assert "privacy.json holds no parameters of a run" in capsys.readouterr().err
+
+
+# Advisories --------------------------------------------------------------------------------
+
+ROOT_FOLDER = pathlib.Path(__file__).parent.parent
+# Written by the commit before the one that gave each run bins of its own.
+AFFECTED = ROOT_FOLDER / "tests" / "old_cards" / "random_allocation.json"
+UNAFFECTED = ROOT_FOLDER / "experiments" / "results" / "cards" / "mnist_linear_at_epsilon_1.json"
+
+
+@kills("verify/cards.py", "yield from advisories_on(card)", "pass")
+def test_an_old_card_with_shared_bins_is_affected_and_one_of_poisson_batches_is_not(capsys):
+    assert verify.main([str(AFFECTED)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in lines if line.startswith("advisory")]
+    assert re.search(r"DPJAX-2026-1: runs .*: AFFECTED\. If no other run .*\.$", line)
+    assert not any("DOES NOT HOLD" in line for line in lines)
+    assert verify.main([str(UNAFFECTED)]) == 0
+    assert "advisory" not in capsys.readouterr().out
+
+
+def is_affected(card):
+    return any(advisories.advisories_on(facts.card_of(card)))
+
+
+def test_an_advisory_lists_versions_or_digests_of_sources(monkeypatch, honest):
+    old = json.loads(AFFECTED.read_text())
+    assert is_affected(old)
+    assert not is_affected({**old, "randomness": "supplied"}), "one run for a key"
+    assert not is_affected({**facts.SINCE_FORMAT_5, **old, "sources": _versions.sources()})
+    correlated = {"sampling": BATCHES["bins"], "noise": CORRELATED["square root"]}
+    for options, expected in ((correlated, True), ({"sampling": BATCHES["bins"]}, False)):
+        assert is_affected({**card_of(methods=["rdp"], **options), "sources": None}) is expected
+    (advisory,) = advisories.ADVISORIES
+    assert f"| `{advisory.name}` |" in (ROOT_FOLDER / "SECURITY.md").read_text()
+    for listed, expected in (
+        ({"versions": (honest["versions"]["dpjax"],)}, True),
+        ({"sources": (honest["sources"],)}, True),
+        ({"versions": ("0.0.1",), "sources": (None, "0" * 64)}, False),
+    ):
+        row = advisory._replace(**{"versions": (), "sources": (), "concerns": bool} | listed)
+        monkeypatch.setattr(advisories, "ADVISORIES", (row,))
+        assert is_affected(honest) is expected
 
 
 def test_it_imports_nothing_else_of_dpjax():

@@ -28,10 +28,10 @@ from experiments.common.claims import (
     FEWEST,
     INFINITE,
     NOT_RUN,
+    OPEN,
     REPRODUCED,
     RULE,
     VERDICTS,
-    Claim,
     Judged,
     judged,
     line_of,
@@ -95,13 +95,110 @@ Patches reach the targets of FashionMNIST and CIFAR-10. MNIST misses its own by 
 model is the limit there: on the split the linear model has 98.4 at epsilon 3 and 98.6 without
 noise, the CNN 98.5 and 98.8. The gallery has the curves.
 
-Not run: patches on MNIST above epsilon 1, where the split has them below the CNN; one seed and
-three epsilons of linear models on CIFAR-10's wavelets; CNNs where patches lead; the seeds up to 9
-of rows that have fewer than ten. For want of a GPU: a WideResNet-16-4 from pixels at 8 and 3, which
-is the script of `docs/pages/cifar10.md` with `models.WideResNet()` and batches of 4,096; and
-CIFAR-10 without privacy in batches of 256, `dpjax train --dataset=cifar10 --model=cifar_cnn
---bound=inf --noise_multiplier=0 --batch_size=256 --epochs=60 --learning_rate=0.05
---momentum=0.9`."""
+Rows that did not run are in [not run](#not-run)."""
+UNRUN_HEAD = """\
+Times are minutes of one core, by the runs of the same kind that stand here; "GPU" needs one. Each
+command resumes: runs that stand in the file do not run again. A claim that is open or not run has
+its command at its verdict."""
+UNRUN = (  # what, core minutes, and the command or why there is none
+    (
+        "Patches on MNIST above epsilon 1, where the split has them below the CNN",
+        "15",
+        '`python -m experiments.accuracy --row="mnist patches" --seeds=5 {accuracy}`',
+    ),
+    (
+        "Linear models on CIFAR-10's wavelets: a fifth seed at 1, and 2, 3 and 8",
+        "40",
+        '`python -m experiments.accuracy --row="cifar10 linear" --seeds=5 {accuracy}`',
+    ),
+    (
+        "CNNs on FashionMNIST and CIFAR-10, where patches lead",
+        "not timed",
+        '`python -m experiments.accuracy --row="cifar10 cnn" --seeds=5 {accuracy}`, likewise '
+        '"fashion cnn"',
+    ),
+    (
+        "Seeds up to 9 of rows that have fewer than ten",
+        "90",
+        '`python -m experiments.accuracy --row="NAME" --seeds=10 {accuracy}`',
+    ),
+    (
+        "A WideResNet-16-4 from pixels at 8 and 3",
+        "GPU",
+        "the script of `docs/pages/cifar10.md` with `models.WideResNet()` and batches of 4,096",
+    ),
+    (
+        "Papernot et al.: CIFAR-10, a search over batch, filters, decay and averages",
+        "GPU",
+        "no rows: `experiments/tempered_sigmoids/settings.py` has batches of 4,096 at five rates",
+    ),
+    (
+        "Papernot et al.: CIFAR-10 without privacy in batches of 256",
+        "GPU",
+        "`dpjax train --dataset=cifar10 --model=cifar_cnn --bound=inf --noise_multiplier=0 "
+        "--batch_size=256 --epochs=60 --learning_rate=0.05 --momentum=0.9`",
+    ),
+    (
+        "Papernot et al.: figure 2, 27 activations on CIFAR-10",
+        "GPU",
+        "`python -m experiments.tempered_sigmoids --figure=2 --seeds=3 {papernot2021}`",
+    ),
+    (
+        "Losing Less: best of five on CIFAR-10, pixels and wavelets",
+        "187 and 58",
+        '`python -m experiments.composite_loss --row="cifar pixels cnn CE" '
+        '--row="cifar pixels cnn all" --seeds=5 {losing_less2022}`, likewise "wavelets"',
+    ),
+    (
+        "Losing Less: SSE and SSE+CE on CIFAR-10, pixels and wavelets",
+        "276 and 96",
+        '`python -m experiments.composite_loss --row="cifar pixels cnn SSE" '
+        '--row="cifar pixels cnn SSE+CE" --seeds=3 {losing_less2022}`, likewise "wavelets"',
+    ),
+    (
+        "Losing Less: the third run of SSE+focal on CIFAR-10, pixels and wavelets",
+        "45 and 15",
+        '`python -m experiments.composite_loss --row="cifar pixels cnn SSE+focal" '
+        '--row="cifar wavelets cnn SSE+focal" --seeds=3 {losing_less2022}`',
+    ),
+    (
+        "Bu et al.: seeds of bounds 0.1 and 500",
+        "33",
+        '`python -m experiments.calibration --row="mnist R = 0.1" --row="mnist R = 500" --seeds=3 '
+        "{bu2023}`",
+    ),
+    (
+        "Bu et al.: seeds of the other bounds",
+        "44",
+        "`python -m experiments.calibration --table=bounds --seeds=3 {bu2023}`",
+    ),
+    (
+        "Bu et al.: seeds of layerwise clipping",
+        "17",
+        "`python -m experiments.calibration --table=clippings --seeds=3 {bu2023}`",
+    ),
+    (
+        "Bu et al.: algorithms that have one run or none",
+        "25",
+        "`python -m experiments.calibration --table=algorithms --seeds=3 {bu2023}`",
+    ),
+    (
+        "Bu et al.: option 2 of algorithm 2, global clipping by estimated norms",
+        "",
+        "no row: `clipping.jl` clips to a bound, and has no global rule",
+    ),
+    (
+        "SST-2: the third run of twelve rows",
+        "204",
+        '`python -m experiments.finetuning --row="small R" --row="large R" --seeds=3 {finetuning}`',
+    ),
+    (
+        "Tramèr and Boneh: the third run of a CNN on shuffled wavelets",
+        "28",
+        '`python -m experiments.scatternet --row="cifar wavelets cnn, shuffled" --seeds=3 '
+        "{tramer2021}`",
+    ),
+)
 MOST_NAMED = 3  # rows in a command; beyond that it names a figure
 HEADLINES = (  # claims of the README, one of each paper
     ("tramer2021", "CIFAR-10: linear on wavelets above a CNN on pixels"),
@@ -171,25 +268,31 @@ def tests_in_words() -> str:
     )
 
 
-def command_of(paper: Paper, claim: Claim) -> str:
-    """The command that runs the rows of a claim that did not run; empty if it has none."""
+def command_of(paper: Paper, result: Judged) -> str:
+    """The command that runs what a claim lacks; empty if it has no rows or lacks none."""
+    claim = result.claim
     ran = load(paper.name)["rows"]
-    missing = {key: "" for key in (*claim.rows, *claim.than) if key not in ran}
+    fewest = claim.best or FEWEST
+    keys = dict.fromkeys((*claim.rows, *claim.than))
+    missing = [key for key in keys if key not in ran]
+    if result.verdict.word == OPEN:
+        judged_by = [key for key in (result.row, result.other) if key is not None]
+        missing = [key for key in judged_by if len(ran[key]) < fewest]
     if not missing:
         return ""
     rows = " ".join(f'--row="{key}"' for key in missing)
     if len(missing) > MOST_NAMED:
         rows = f"--figure={claim.figures[0]}"
     out = f"--out=experiments/results/{paper.name}.json"
-    return f"`{paper.command} {rows} --seeds={claim.best or FEWEST} {out}`"
+    return f"`{paper.command} {rows} --seeds={fewest} {out}`"
 
 
 def verdict_cell(paper: Paper, result: Judged) -> str:
-    """The verdict, and the command that runs a claim that did not run."""
+    """The verdict, and the command that runs what it lacks."""
     words = str(result.verdict)
-    if result.verdict.word != NOT_RUN:
+    if result.verdict.word not in (NOT_RUN, OPEN):
         return words
-    command = command_of(paper, result.claim)
+    command = command_of(paper, result)
     if not command:
         return words
     mark = "; " if result.verdict.fact else ": "
@@ -290,6 +393,23 @@ def rows_of(paper: str) -> Iterator[str]:
             if all(figure in run for run in seeds.values()):
                 yield f"| {name} | {summary(seeds, figure)} |"
                 break
+
+
+def unrun_rows() -> Iterator[str]:
+    """A line for each part that did not run, with its core minutes and its command."""
+    names = [path.stem for path in RESULTS.glob("*.json")]
+    files = {name: f"--out=experiments/results/{name}.json" for name in names}
+    for what, minutes, command in UNRUN:
+        yield markdown.line(what, minutes, command.format(**files))
+
+
+def few_runs(paper: Paper) -> Iterator[str]:
+    """A line for each row of a paper with fewer runs than a claim needs."""
+    ran = load(paper.name)["rows"]
+    for key in paper.rows:
+        count = len(ran.get(key, {}))
+        if count < FEWEST:
+            yield markdown.line(key, str(count))
 
 
 def allocation_rows() -> Iterator[str]:
@@ -657,6 +777,7 @@ def page() -> str:
         *head_of_page(),
         *papers_of_page(),
         *accuracies_of_page(),
+        *unrun_of_page(),
         *noise_of_page(),
         *cost_of_page(),
         *audits_of_page(),
@@ -718,6 +839,20 @@ def accuracies_of_page() -> list[str]:
         "Medians of alternated rounds in one run, by\n"
         '`make bench-peers ARGS="--rounds 15 --seconds 8 --host_devices 2"`.',
     ]
+
+
+def unrun_of_page() -> list[str]:
+    """What did not run, with the commands."""
+    head = "| not run | core minutes | command |"
+    parts = ["## Not run", UNRUN_HEAD, markdown.table(head, unrun_rows())]
+    for paper in papers():
+        rows = [*few_runs(paper)]
+        if rows:
+            command = f'{paper.command} --row="ROW" --seeds={FEWEST}'
+            parts.append(f"### {paper.title}: rows with fewer than {FEWEST} runs")
+            parts.append(f"`{command} --out=experiments/results/{paper.name}.json` runs one.")
+            parts.append(markdown.table("| row | runs |", rows))
+    return parts
 
 
 def noise_of_page() -> list[str]:

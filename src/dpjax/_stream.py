@@ -133,19 +133,20 @@ class Stream:
     def _begin(
         self, pool: ThreadPoolExecutor, indices: np.ndarray
     ) -> tuple[list[np.ndarray], list[Future[None]]]:
-        """Arrays for a batch, and the futures of the threads that fill them."""
+        """Arrays for a batch, one for each leaf, and the futures of the threads that fill them."""
         indices = np.asarray(indices, np.int64)  # an empty list becomes floats
-        count = max(1, min(self.workers, indices.size))
-        # All threads write into one array a leaf, which holds the batch once.
+        threads = max(1, min(self.workers, indices.size))
         batch = []
-        shares = [np.array_split(indices.ravel(), count)]
+        shares = [np.array_split(indices.ravel(), threads)]
         for leaf in jax.tree.leaves(self.row):
+            # All threads write into views of one array, so the batch is in memory once.
             rows = np.empty((indices.size, *leaf.shape), leaf.dtype)
-            shares.append(np.array_split(rows, count))
+            shares.append(np.array_split(rows, threads))
             batch.append(rows.reshape(*indices.shape, *leaf.shape))
+        # Each thread has its part of the indices, and its rows of every leaf.
         promises = [
-            pool.submit(self._fill, mine.tolist(), room)
-            for mine, *room in zip(*shares, strict=True)
+            pool.submit(self._fill, some_indices.tolist(), rows_of_leaves)
+            for some_indices, *rows_of_leaves in zip(*shares, strict=True)
         ]
         return batch, promises
 

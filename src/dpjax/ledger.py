@@ -16,14 +16,13 @@ import math
 import os
 import pathlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from dp_accounting import DpEvent
 
-from dpjax import _files, accounting, checks, schedules
+from dpjax import _files, accounting, checks, clipping, schedules
 from dpjax._rounding import three_digits, upwards
 from dpjax.checks import Refused
 from dpjax.mechanism import Mechanism, Spent
@@ -336,6 +335,14 @@ class Account:
         """The epsilon of all charges together, at the delta of the budget."""
         return self._epsilon(self.charges)
 
+    @property
+    def mechanism(self) -> Mechanism:
+        """All charges as one mechanism, which has no steps after theirs.
+
+        `dpjax.reports.card` makes its privacy card, from which ``dpjax verify`` recomputes epsilon.
+        """
+        return _together(self.charges)
+
     def charge(self, mechanism: Mechanism) -> None:
         """Records all steps of a mechanism, before they run.
 
@@ -375,11 +382,10 @@ class Account:
     def _epsilon(self, charges: list[dict[str, Any]]) -> float:
         if not charges:
             return 0.0
-        neighbours = charges[0]["neighbours"]
-        event = accounting.compose(*map(_event_of, charges))
+        mechanism = _together(charges)
         # A planned mechanism is calibrated by the tightest method too.
-        method = self.budget.method or accounting.tightest(event, neighbours)
-        return accounting.epsilon(event, self.budget.delta, method, neighbours)
+        method = self.budget.method or accounting.tightest(mechanism.event, mechanism.relation)
+        return mechanism.epsilon_of(mechanism.multipliers, self.budget.delta, method)
 
     def __str__(self) -> str:
         lines = [f"{'charge':<10}epsilon   in all"]
@@ -399,7 +405,20 @@ class Account:
         return {**vars(self), "_process": None}
 
 
-def _event_of(facts: Mapping[str, Any]) -> DpEvent:
-    """The privacy event of a described mechanism, and of the runs before it."""
-    steps = sum(count for _, count in facts["multiplier_and_steps"])
-    return accounting.compose(*(spent.event for spent in Spent.of_run(facts, steps)))
+def _together(charges: Sequence[Mapping[str, Any]]) -> Mechanism:
+    """A mechanism without steps, which comes after all steps of the described mechanisms."""
+    runs: list[Spent] = []
+    for facts in charges:
+        planned = sum(steps for _, steps in facts["multiplier_and_steps"])
+        runs += Spent.of_run(facts, planned)
+    # A delta has to be below one over the number of all units, and a fold has fewer.
+    largest = max(runs, key=lambda run: run.sampling.examples)
+    return Mechanism(
+        sampling=largest.sampling,
+        clipping=clipping.flat(1.0),
+        noise_multiplier=1.0,
+        steps=0,
+        neighbours=charges[0]["neighbours"],
+        before=runs,
+        unit=largest.unit,
+    )

@@ -122,7 +122,8 @@ def placed(tree: PyTree, mesh: Mesh) -> PyTree:
             if sharding.mesh == mesh:
                 return leaf  # as after each step, so it costs nothing
             if isinstance(sharding.mesh, Mesh) and automatic(sharding.mesh) == mesh:
-                # A typed key made under explicit axes has a spec longer than its rank.
+                # The user's mesh, but for its explicit axes. A typed key made under them has a spec
+                # longer than its rank.
                 spec = PartitionSpec(*sharding.spec[: jnp.ndim(leaf)])
         return put(leaf, NamedSharding(mesh, spec))
 

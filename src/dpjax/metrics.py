@@ -182,12 +182,12 @@ def reliability(logits: Logits, labels: Labels, *, bins: int = 15) -> Reliabilit
     bins = checks.whole("metrics.reliability", "bins", bins, "15 is usual.")
     # `_wide`, because bfloat16 has only 128 values between 1/2 and 1, where confidences lie.
     confidence = jax.nn.softmax(_wide(logits)).max(axis=-1)
-    place = jnp.ceil(jnp.nan_to_num(confidence) * bins).astype(jnp.int32) - 1
+    bin_of = jnp.ceil(jnp.nan_to_num(confidence) * bins).astype(jnp.int32) - 1  # [batch]
     # NaN is at -1 here, and rounding may put a confidence of 1 beyond the last bin.
-    place = jnp.clip(place, 0, bins - 1)
-    counts, rights = _counted(_predicted(logits) == labels, place, bins)
+    bin_of = jnp.clip(bin_of, 0, bins - 1)
+    counts, rights = _counted(_predicted(logits) == labels, bin_of, bins)
     # Sums over buckets: one float32 sum over a million confidences loses a per cent.
-    total = jax.ops.segment_sum(confidence, place, num_segments=bins, bucket_size=4096)
+    total = jax.ops.segment_sum(confidence, bin_of, num_segments=bins, bucket_size=4096)
     # Empty bins divide 0 by 1 and stay 0; a NaN there reaches sums over bins.
     divisors = jnp.maximum(counts, 1)
     return Reliability(counts, confidence=total / divisors, accuracy=rights / divisors)
@@ -250,9 +250,10 @@ def auroc(scores: Numbers, labels: Numbers) -> float:
     if ones == 0 or zeros == 0 or np.isnan(scores).any():
         return np.nan
     # Equal scores share the mean of their ranks, which counts a tie half (Mann and Whitney, 1947).
-    _, places, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    _, score_of, counts = np.unique(scores, return_inverse=True, return_counts=True)
     ranks = np.cumsum(counts) - (counts - 1) / 2
-    won = ranks[places][is_one].sum() - ones * (ones + 1) / 2
+    # The rank sum of label 1, less its smallest possible value: the pairs that label 1 wins.
+    won = ranks[score_of][is_one].sum() - ones * (ones + 1) / 2
     return float(won / (ones * zeros))
 
 

@@ -35,7 +35,7 @@ def from_first(make: Callable[[], T]) -> T:
     """Returns, or raises, in all processes the result of the function in the first process."""
     if jax.process_count() == 1:
         return make()
-    answer = b""
+    answer = b""  # the pickle of (whether it went well, result or error), in the first process
     if first_process():
         try:
             answer = pickle.dumps((True, make()))
@@ -75,7 +75,10 @@ def any_process(value: bool) -> bool:
 
 
 def require_equal(call: str, facts: Callable[[], Mapping[str, str]]) -> None:
-    """Raises in all processes if they differ in a fact, or if ``facts`` fails in one of them."""
+    """Raises in all processes if they differ in a fact, or if ``facts`` fails in one of them.
+
+    ``facts`` returns texts by the names that the error lists; ``call`` is the call that it names.
+    """
     if jax.process_count() == 1:
         return
     values = {}
@@ -87,12 +90,12 @@ def require_equal(call: str, facts: Callable[[], Mapping[str, str]]) -> None:
     if any_process(fault is not None):
         raise fault or Refused(f"{call}: another process failed; its output says why.")
     hashes = [hashlib.sha256(value.encode()).digest() for value in values.values()]
-    ours = np.stack([np.frombuffer(x, np.uint8) for x in hashes])
-    theirs = np.asarray(multihost_utils.process_allgather(ours))
-    same = np.all(theirs == theirs[:1], axis=(0, 2))
+    here = np.stack([np.frombuffer(x, np.uint8) for x in hashes])
+    everywhere = np.asarray(multihost_utils.process_allgather(here))  # [processes, facts, bytes]
+    same = np.all(everywhere == everywhere[:1], axis=(0, 2))
     if not same.all():
         names = ", ".join(name for name, equal in zip(values, same, strict=True) if not equal)
         raise Refused(
-            f"{call}: the {len(theirs)} processes differ in {names}. Start all of them with one "
-            "command, and give each the whole data in one order."
+            f"{call}: the {len(everywhere)} processes differ in {names}. Start all of them with "
+            "one command, and give each the whole data in one order."
         )

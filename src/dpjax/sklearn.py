@@ -4,6 +4,8 @@
 Each fit of an estimator and of its clones charges one `dpjax.ledger.Account`, so the fits of
 ``cross_val_score`` and ``GridSearchCV`` cost what they cost. scikit-learn is optional: dpjax
 imports this file only if you do.
+
+Experimental: the estimators follow the rules of scikit-learn.
 """
 
 from __future__ import annotations
@@ -82,6 +84,7 @@ class _Private(BaseEstimator):
             return self._scaled(X), y
         declared = self._declared()
         x = declared.encode(X)
+        # The target is a column of X, or else y.
         frame = X
         if y is not None:
             frame = {declared.learnt[0]: np.asarray(y)}

@@ -49,13 +49,12 @@ def wide(dtype: Any) -> jnp.dtype:
 def leaf_names(tree: PyTree) -> tuple[str, ...]:
     """The path of each leaf, as ``dense/bias``, in JAX's order of leaves; no two are equal."""
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    leaves_within = collections.Counter(
-        path[:depth] for path in paths for depth in range(len(path))
-    )
+    # The number of leaves below each node, by the path of the node.
+    leaves_below = collections.Counter(path[:depth] for path in paths for depth in range(len(path)))
     keys_of_leaves: list[list[str]] = []
     for path in paths:
         is_value = len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value")
-        if is_value and leaves_within[path[:-1]] == 1:
+        if is_value and leaves_below[path[:-1]] == 1:
             # A variable of NNX has a single leaf, its `value`: the variable's name is the leaf's.
             path = path[:-1]
         keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
@@ -102,7 +101,8 @@ _copies = jax.jit(lambda arrays: list(map(jnp.copy, arrays)))
 def copy(tree: PyTree) -> PyTree:
     """A tree with copies of its JAX arrays, in new buffers; other leaves as they are."""
     leaves, structure = jax.tree.flatten(tree)
-    # A state may lie on several sets of devices, which JAX refuses in one program.
+    # A state may lie on several sets of devices, which JAX refuses in one program. So the numbers
+    # of the leaves are sorted by sharding.
     by_sharding: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, jax.Array):
@@ -178,11 +178,13 @@ def widened(tree: PyTree) -> PyTree:
 
 
 def widened_exactly(x: Array) -> Array:
-    """The same numbers in float32 or wider, equal for every reader; integers as they are."""
+    """The same numbers in float32 or wider, equal for every reader; integers as they are.
+
+    XLA widens a bfloat16 that it has just rounded, and may leave out the rounding: in the norm and
+    not in the sum. It keeps an explicit rounding, to the digits that the dtype has anyway.
+    """
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype == wide(x.dtype):
         return x
-    # XLA widens a bfloat16 that it has just rounded, and may leave out the rounding: in the norm
-    # and not in the sum. It keeps the following rounding, which changes no bfloat16.
     wider = x.astype(wide(x.dtype))
     narrow_info = jnp.finfo(x.dtype)
     wide_exponents = jnp.finfo(wider.dtype).nexp
@@ -207,17 +209,18 @@ def zeros_wide(tree: PyTree) -> PyTree:
 def group_norms(
     gradients: PyTree, groups: tuple[int, ...], size: int
 ) -> Float[Array, "batch size"]:
-    """The norm of each example's gradient in a group; entries below about 1e-19 square to 0."""
+    """The norm of each example's gradient in each of ``size`` groups.
+
+    ``groups`` has the group of each leaf. Entries below about 1e-19 square to 0.
+    """
     leaves = list(map(widened_exactly, jax.tree.leaves(gradients)))
     # Leaf by leaf, because a joined copy of all per-example gradients doubles the memory.
     squares = [jnp.sum(jnp.real(x * jnp.conj(x)), axis=tuple(range(1, x.ndim))) for x in leaves]
     # The norm of a group without a leaf in this tree is 0.
     zeros = jnp.zeros(leaves[0].shape[:1], jnp.float32)
     totals = [zeros] * size
-    for group in range(size):
-        for square, group_of_leaf in zip(squares, groups, strict=True):
-            if group_of_leaf == group:
-                totals[group] = totals[group] + square
+    for square, group in zip(squares, groups, strict=True):
+        totals[group] = totals[group] + square
     return jnp.sqrt(jnp.stack(totals, axis=-1))
 
 
@@ -247,20 +250,20 @@ def restored(saved: bytes, like: PyTree, where: str) -> PyTree:
     """
     from flax import serialization
 
+    arrays = dict(serialization.msgpack_restore(saved))  # by the names of leaves
     leaves, structure = jax.tree.flatten(like)
-    expected = dict(zip(leaf_names(like), leaves, strict=True))
-    arrays = dict(serialization.msgpack_restore(saved))
-    shapes_there = {name: list(np.shape(array)) for name, array in arrays.items()}
-    shapes_here = {name: list(np.shape(leaf)) for name, leaf in expected.items()}
-    for name in {**expected, **arrays}:
-        there = shapes_there.get(name, "no leaf")
-        here = shapes_here.get(name, "no leaf")
+    shapes_saved = {name: list(np.shape(array)) for name, array in arrays.items()}
+    names = leaf_names(like)
+    shapes_expected = dict(zip(names, (list(np.shape(leaf)) for leaf in leaves), strict=True))
+    for name in {**shapes_expected, **shapes_saved}:
+        there = shapes_saved.get(name, "no leaf")
+        here = shapes_expected.get(name, "no leaf")
         if there != here:
             raise ValueError(
                 f"{where}: found {there} at {name!r}, expected {here}. Give the tree that was "
                 "trained."
             )
-    return structure.unflatten(jnp.array(arrays[name]) for name in expected)
+    return structure.unflatten(jnp.array(arrays[name]) for name in names)
 
 
 def serialized(params: Any) -> bytes:
@@ -332,16 +335,21 @@ def random_like(
 ) -> PyTree:
     """A tree of independent draws, or of the results of ``use``; consumes the key.
 
-    ``sample(key, shape, dtype, after=...)`` draws for adjacent leaves together; ``parts(key,
-    shapes, dtype)`` draws the same numbers, one array for each leaf. With ``use(draw, leaf,
-    *more)`` a draw waits until the draws before it are used up.
+    Args:
+      sample: ``(key, shape, dtype, after=...)``, which draws for adjacent leaves together.
+      key: Consumed.
+      tree: Its shapes and dtypes are drawn.
+      more: Trees of the same structure, for ``use``.
+      use: ``(draw, leaf, *leaves of more) -> array``, in place of the draw. A draw then waits until
+        the draws before it are used up, so they are not in memory together.
+      parts: ``(key, shapes, dtype)``, which draws the same numbers as an array for each leaf.
     """
 
     def cut_from_one(key: Key, shapes: Sequence[Any], dtype: Any, **options: Any) -> list[Array]:
         return cut(sample(key, (sum(map(math.prod, shapes)),), dtype, **options), shapes)
 
     leaves, structure = jax.tree.flatten(tree)
-    columns = [leaves, *map(structure.flatten_up_to, more)]
+    columns = [leaves, *map(structure.flatten_up_to, more)]  # each with an entry for every leaf
     values: list[Array] = []
     for run in _runs(leaves):
         shapes = [jnp.shape(leaf) for leaf in run]
@@ -368,9 +376,9 @@ def cut(array: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
 
 
 def _runs(leaves: Sequence[Array]) -> list[list[Array]]:
-    """Runs of adjacent leaves of one dtype, with at most `_TOGETHER` numbers or a single leaf."""
+    """Cuts leaves into runs of one dtype, each of at most `_TOGETHER` numbers or of one leaf."""
     runs: list[list[Array]] = []
-    room = 0
+    room = 0  # numbers that the last run may still take
     for leaf in leaves:
         size = math.prod(jnp.shape(leaf))
         # A run ends where the dtype changes, because one draw has one dtype.

@@ -77,8 +77,8 @@ def _bound(
 ) -> np.ndarray:
     """The divergence at ``orders``, from ``rises``: ``log E_b exp(j K_1b)`` for j = 1, 2, ...
 
-    ``largest`` and ``mean`` are taken of ``K_1b`` over the bins b. The rise of j is the difference
-    of ``log A`` from order j to j + 1.
+    ``largest`` and ``mean`` are the maximum and the mean of ``K_1b`` over the bins b. The rise of j
+    is the difference of ``log A`` from order j to j + 1.
     """
     above = math.log1p(bins * _WORD)
     # log A is convex in the order, so it is below the chord between two whole orders.

@@ -112,7 +112,7 @@ def calibrate_risk(
         return rate_of(make_event(value), wrong, by, neighbours)
 
     def distance(rate: float) -> float:
-        """The distance of two Gaussians with this rate, nearly a power of the parameter."""
+        """The distance of two Gaussian means with this rate: nearly a power of the parameter."""
         return float(ndtri(rate) - ndtri(wrong))
 
     with contextlib.suppress(ValueError):  # the central limit does not know every event

@@ -186,8 +186,8 @@ def _summed(logs: np.ndarray) -> np.ndarray:
 def _log_gap(log_f: np.ndarray, excess: np.ndarray, order: np.ndarray) -> np.ndarray:
     """``log(f^alpha - 1 - alpha (f - 1))``, the distance of the power from its tangent at 1.
 
-    ``excess`` is f - 1. Arrays of f are ``[z, size]``, and orders ``[orders, 1, 1]``. The answer is
-    ``[orders, z, size]``.
+    ``excess`` is f - 1. Both have the shape ``[z, size]``, the order has ``[orders, 1, 1]``, and
+    the answer ``[orders, z, size]``.
     """
     power = order * log_f
     slope = order * excess

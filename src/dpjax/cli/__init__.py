@@ -54,6 +54,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def _run_named(words: Sequence[str] | None) -> None:
+    """Runs the subcommand that the first word names; by default of the words in `sys.argv`."""
     typed = sys.argv[1:] if words is None else words
     name, *rest = typed or ["--help"]
     if name in _HELP:
@@ -72,26 +73,26 @@ def _run_named(words: Sequence[str] | None) -> None:
 
 def run_command(name: str) -> None:
     """Runs one subcommand with the flags in `sys.argv`, then leaves the process."""
-    typed = importlib.import_module(f"dpjax.cli.flag_sets.{name}")
+    declared = importlib.import_module(f"dpjax.cli.flag_sets.{name}")
     program, *words = sys.argv
     if any(word in _HELP for word in words):
-        print(f"{inspect.getdoc(typed)}\n\n{described(typed.FLAGS) or 'It has no flags.'}")
+        print(f"{inspect.getdoc(declared)}\n\n{described(declared.FLAGS) or 'It has no flags.'}")
         return
 
     def run(_: list[str]) -> None:
-        given = copy.deepcopy(typed.FLAGS)  # parsing changes only the copy
+        given = copy.deepcopy(declared.FLAGS)  # parsing changes only the copy
         logging.set_verbosity(logging.WARNING)  # JAX reports the accelerators it did not find
         _print_plainly()
         try:
             argv = given([program, *words])
             # Otherwise `train --steps 2 target_epsilon=0.5` runs at the default epsilon.
-            if argv[1:] and not typed.WORDS:
+            if argv[1:] and not declared.WORDS:
                 extra = " ".join(argv[1:])
                 raise app.UsageError(f"{extra}: expected flags alone, which begin with two dashes.")
             importlib.import_module(f"dpjax.cli.{name}").run(given, argv)
         except flags.UnrecognizedFlagError as error:
             known = _OTHERWISE.get(error.flagname)
-            hint = f"Did you mean --{known}?" if known in typed.FLAGS else ""
+            hint = f"Did you mean --{known}?" if known in declared.FLAGS else ""
             sys.exit(f"{error} {hint}\nFor all flags: {program} --help")
         except (flags.Error, app.UsageError) as error:
             sys.exit(f"{error}\nFor all flags: {program} --help")

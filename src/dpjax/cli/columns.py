@@ -37,10 +37,11 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
         raise app.UsageError("expected one table: dpjax columns my.csv > columns.toml")
     try:
         kinds = kinds_of(pathlib.Path(argv[1]), argv[1])
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         raise app.UsageError(str(error)) from error
     print(_HEAD)
     for name, kind in kinds.items():
+        # TOML needs quotes around names with other characters.
         key = name if re.fullmatch(r"[\w-]+", name, re.ASCII) else json.dumps(name)
-        word, _, _ = kind.partition(",")
+        word, _, _ = kind.partition(",")  # "date" of "date, day first"
         print("\n".join([f"[{key}]", f'kind = "{word}"', *_DRAFTS[kind], ""]))

@@ -83,17 +83,23 @@ def groups_of(runs: Iterable[SavedRun]) -> list[RunGroup]:
             key = json.dumps(flags_of(run), sort_keys=True)
         members.setdefault(key, []).append(run)
     settings = [flags_of(group[0]) for group in members.values()]
-    values: dict[str, set[str]] = {}
-    for name in {name for setting in settings for name in setting}:
-        values[name] = {json.dumps(setting.get(name)) for setting in settings if setting}
-    varied = sorted(name for name, texts in values.items() if len(texts) > 1)
+    varied = _varied(settings)
     groups = []
     for setting, group in zip(settings, members.values(), strict=True):
-        words = ", ".join(f"{name}={setting[name]}" for name in varied if name in setting)
-        if not words or len(words) > _LONGEST:
-            words = _short_name(group)
-        groups.append(RunGroup(words, group))
+        label = ", ".join(f"{name}={setting[name]}" for name in varied if name in setting)
+        if not label or len(label) > _LONGEST:
+            label = _short_name(group)
+        groups.append(RunGroup(label, group))
     return groups
+
+
+def _varied(settings: Sequence[dict[str, Any]]) -> list[str]:
+    """The flags that do not have one value in all settings; an empty setting is unknown."""
+    known = [setting for setting in settings if setting]
+    values: dict[str, set[str]] = {}
+    for name in {name for setting in known for name in setting}:
+        values[name] = {json.dumps(setting.get(name)) for setting in known}
+    return sorted(name for name, texts in values.items() if len(texts) > 1)
 
 
 def _short_name(group: Sequence[SavedRun]) -> str:
@@ -133,29 +139,31 @@ def guess(runs: Sequence[SavedRun]) -> str:
 
 
 def curve(group: RunGroup, axis: str, measure: str) -> tuple[np.ndarray, np.ndarray]:
-    """Epsilon or step at each evaluation, and the measurements of all runs there."""
+    """A point for each step with an evaluation, and the measurements of all runs there.
+
+    ``axis`` is ``"epsilon"`` or ``"step"``. The points are ``[steps]``, and the measurements
+    ``[steps, runs]``, with NaN for a run without an evaluation at that step.
+    """
     steps = np.unique(np.concatenate([run.steps for run in group.runs]))
-    places = np.zeros(len(steps))
-    table = np.full((len(steps), len(group.runs)), np.nan)
+    points = np.zeros(len(steps))
+    values = np.full((len(steps), len(group.runs)), np.nan)
     for column, run in enumerate(group.runs):
         rows = np.searchsorted(steps, run.steps)
         # The largest epsilon of a step, so no run is shown for less than it cost.
-        places[rows] = np.maximum(places[rows], run.series(axis)[:, 0])
-        table[rows, column] = run.series(measure)[:, 0]
+        points[rows] = np.maximum(points[rows], run.series(axis)[:, 0])
+        values[rows, column] = run.series(measure)[:, 0]
     if measure in PER_CENT:
-        table *= 100
-    finite = np.isfinite(places)  # an infinite epsilon has no place on its axis
+        values *= 100
+    finite = np.isfinite(points)  # an infinite epsilon has no place on its axis
     if not finite.any():
         raise Missing("at no step has every run a finite epsilon")
-    return places[finite], table[finite]
+    return points[finite], values[finite]
 
 
 def draw(groups: list[RunGroup], badge: str) -> bytes:
-    """The first measure against epsilon and against steps, as PNG; prints what is missing.
-
-    Runs without an epsilon, such as those without noise, are a dashed line to compare with.
-    """
+    """The first measure against epsilon and against steps, as PNG; ``badge`` is its note."""
     runs = [run for group in groups for run in group.runs]
+    # Each of these texts begins with a space: " at delta 1e-5, by pld".
     stated = " or".join(sorted({stated_at(run) for run in runs} - {""}))
     measure = measures_of(runs)[0]
     unit = " (%)" if measure in PER_CENT else ""
@@ -165,24 +173,31 @@ def draw(groups: list[RunGroup], badge: str) -> bytes:
         spent.set(xlabel=f"epsilon spent{stated}", ylabel=f"{MEASURES[measure]}{unit}")
         taken.set_xlabel("steps")
         for number, group in enumerate(groups):
-            color = style.SERIES[number % len(style.SERIES)]
-            label = f" {group.label}"  # no legend shows a label with an underscore in front
-            end = None
-            try:
-                for axes, axis, name in ((taken, "step", ""), (spent, "epsilon", label)):
-                    x, values = curve(group, axis, measure)
-                    style.band(axes, x, values, color, name, **style.DOTS)
-                    end = np.nanmean(values[-1])  # a dot marks the end of each curve
-                    axes.scatter(x[-1], end, s=36, color=style.PALETTE[color])
-            except Missing as reason:
-                if end is None:
-                    print(f"Not drawn: {group.label} ({reason})")
-                else:
-                    spent.axhline(end, label=label, color=style.PALETTE[color], linestyle="--")
+            _draw_group(spent, taken, group, measure, style.SERIES[number % len(style.SERIES)])
         if spent.lines:
             where = {"loc": "outside lower left", "frameon": False, "labelcolor": "linecolor"}
             figure.legend(*spent.get_legend_handles_labels(), **where)
         return style.png(figure, note_of(badge))
+
+
+def _draw_group(spent: Any, taken: Any, group: RunGroup, measure: str, color: str) -> None:
+    """Draws a group on the axes of epsilon and of steps; prints why one is not drawn.
+
+    Runs without an epsilon, such as those without noise, are a dashed line to compare with.
+    """
+    label = f" {group.label}"  # no legend shows a label with an underscore in front
+    end = None
+    try:
+        for axes, axis, name in ((taken, "step", ""), (spent, "epsilon", label)):
+            x, values = curve(group, axis, measure)
+            style.band(axes, x, values, color, name, **style.DOTS)
+            end = np.nanmean(values[-1])  # a dot marks the end of each curve
+            axes.scatter(x[-1], end, s=36, color=style.PALETTE[color])
+    except Missing as reason:
+        if end is None:
+            print(f"Not drawn: {group.label} ({reason})")
+        else:
+            spent.axhline(end, label=label, color=style.PALETTE[color], linestyle="--")
 
 
 def table(groups: list[RunGroup]) -> str:
@@ -238,19 +253,19 @@ def protected(runs: Iterable[SavedRun]) -> list[str]:
 
 def price(runs: list[SavedRun]) -> str:
     """The cost of all runs together, by adding up, or why their costs do not add."""
-    chosen = (
+    caveat = (
         "To choose among runs by private data, also by a part held out of them, has a cost of its "
         "own, which no number here includes. "
     )
     kinds = protected(runs)
     if len(kinds) > 1:
-        return f"{chosen}Their costs do not add: these runs protect {' and '.join(kinds)}."
+        return f"{caveat}Their costs do not add: these runs protect {' and '.join(kinds)}."
     epsilon = sum(run.epsilon for run in runs)
     delta = float(sum(Decimal(repr(run.delta)) for run in runs))  # three times 1e-5 is 3e-5
     if math.isinf(epsilon):
         return "One of these runs has no proven epsilon, so neither have all of them together."
     together = f"All {len(runs)} together cost" if len(runs) > 1 else "It costs"
     return (
-        f"{chosen}{together} at most epsilon {three_digits(epsilon)} at delta "
+        f"{caveat}{together} at most epsilon {three_digits(epsilon)} at delta "
         f"{upwards(delta, '.3g')}."
     )

@@ -18,6 +18,7 @@ from jax import export
 
 from dpjax import scattering, training
 from dpjax._files import read_json, replace
+from dpjax.cli.flag_checks import require
 from dpjax.cli.train import build, inputs, run_files
 
 _PLATFORMS = ("cpu", "cuda", "tpu")
@@ -27,6 +28,7 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     """Writes the program of the run that the command line names."""
     if len(argv) != 2:
         raise app.UsageError("expected one run: dpjax export runs/demo")
+    require("dpjax export", "flatbuffers")  # `jax.export` writes with it
     folder = pathlib.Path(argv[1])
     path = pathlib.Path(given.out or folder / "model.jax")
     try:
@@ -47,6 +49,7 @@ def exported(folder: pathlib.Path) -> bytes:
     model = build.build_model(trained, config["inputs"]["outputs"])
 
     def network_input(row: Any) -> Any:
+        """The row itself, or its features on the run's scale."""
         if trained.features == "none":
             return row
         return inputs.scale(trained, scattering.scatter(row[None]), moments)[0]

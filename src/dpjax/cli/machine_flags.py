@@ -56,11 +56,12 @@ def mesh_in_force(text: str | None, processes: int | None = 1) -> Iterator[None]
                 jax.config.update("jax_num_cpu_devices", meshes.host_devices())
         yield
         return
+    # The setting has no effect on accelerators. If JAX ran already, or the text does not describe a
+    # mesh, `parse` raises below.
     with contextlib.suppress(ValueError, RuntimeError):
-        # It has no effect on accelerators. If JAX ran already, `parse` reports the missing devices.
-        places = math.prod(int(axis.partition(":")[2]) for axis in text.split(","))
+        devices = math.prod(int(axis.partition(":")[2]) for axis in text.split(","))
         if processes is not None:
-            jax.config.update("jax_num_cpu_devices", places // processes)
+            jax.config.update("jax_num_cpu_devices", devices // processes)
     try:
         mesh = meshes.parse(text)
     except ValueError as error:

@@ -28,7 +28,10 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
         params = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
         loss = dpjax.losses.of(model, build.build_loss(given, dataset.classes))
         target = {"epsilon": given.target_epsilon, "delta": given.delta}
-        speed = speed_of(loss, model, x)
+        most_rows = None
+        if dataset.owners is not None:
+            most_rows = given.most_rows
+        speed = speed_of(loss, model, x, most_rows)
         planned = dpjax.plan(
             examples, params, **target, minutes=given.minutes, examples_per_second=speed
         )
@@ -53,18 +56,22 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
         print(f"To train: dpjax train --batch_size={batch} --steps={steps}, and the other flags.")
 
 
-def speed_of(loss: Any, model: Any, x: jax.ShapeDtypeStruct) -> float:
-    """Examples a second of private steps, measured on rows of zeros."""
+def speed_of(loss: Any, model: Any, x: jax.ShapeDtypeStruct, most_rows: int | None) -> float:
+    """Examples a second of private steps, measured on rows of zeros; with ``most_rows`` persons."""
     rows = 1024
-    zeros = np.zeros((rows, *x.shape), x.dtype), np.zeros(rows, np.int32)
+    batches = dpjax.sampling.poisson(rows, rows)
+    if most_rows is not None:
+        # A step computes all rows that it may read of a person, also where the person has one.
+        batches = dpjax.sampling.persons(np.arange(rows), rows, most_rows)
+    data = np.zeros((rows, *x.shape), x.dtype), np.zeros(rows, np.int32)
     mechanism = dpjax.Mechanism(
-        sampling=dpjax.sampling.poisson(rows, rows),
+        sampling=batches,
         clipping=dpjax.clipping.automatic(1.0),
         noise_multiplier=1.0,
         steps=4,
     )
-    algorithm = dpjax.dpsgd(loss, planning.paced(mechanism), mechanism, zeros)
-    params = jax.jit(model.init)(jax.random.key(0), zeros[0][0])["params"]
+    algorithm = dpjax.dpsgd(loss, planning.paced(mechanism), mechanism, data)
+    params = jax.jit(model.init)(jax.random.key(0), np.zeros(x.shape, x.dtype))["params"]
     state, _ = algorithm.step(algorithm.init(params))  # compiles
     began = time.perf_counter()
     for _ in range(3):

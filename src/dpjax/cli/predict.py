@@ -31,7 +31,7 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
         raise app.UsageError("expected a run and one file of rows: dpjax predict runs/demo new.csv")
     folder = pathlib.Path(words[0])
     try:
-        text = predicted(folder, words[1], given.data_dir)
+        text = predicted(folder, words[1], given.data_dir, given.columns)
     except (ImportError, LookupError, OSError, TypeError, ValueError) as error:
         raise app.UsageError(f"{folder}: {error}") from error
     if given.out is None:
@@ -41,15 +41,30 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
         print(f"Wrote {given.out}")
 
 
-def predicted(folder: pathlib.Path, rows: str, data_dir: str | None = None) -> str:
-    """The predictions of the run in a folder, as CSV, with a line for each row."""
+def predicted(
+    folder: pathlib.Path,
+    rows: str,
+    data_dir: str | None = None,
+    declarations: str | None = None,
+) -> str:
+    """The predictions of the run in a folder, as CSV, with a line for each row.
+
+    ``declarations`` is the file of declared columns of a run whose folder does not have them.
+    """
     config = read_json(folder / "config.json")
     trained = flags_of(config)
+    declared = declarations or config.get("declared")
+    if trained.columns and not declared:
+        raise ValueError(
+            "config.json of this earlier version does not hold the declared columns. Give the file "
+            f"with which the run was trained: --columns={trained.columns}."
+        )
     columns = None
-    if "declared" in config:
-        columns = data.Columns.read(config["declared"], trained.unit_column)
+    if declared:
+        columns = data.Columns.read(declared, trained.unit_column)
     x = network_inputs(folder, trained, rows_of(rows, config, columns, data_dir))
-    classes = config.get("classes")
+    named = len(config.get("class_names", ()))
+    classes = config.get("classes", named or None)
     model = build.build_model(trained, classes or 1)
     shapes = jax.eval_shape(model.init, jax.random.key(0), x[0])["params"]
     outputs = outputs_of(model, training.released_params(folder, shapes), x)

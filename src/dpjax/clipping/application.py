@@ -79,7 +79,8 @@ def real_rows(call: str, mask: ArrayLike | None, size: int) -> Bool[Array, " siz
             f"{call}: mask has shape {np.shape(mask)}; expected ({size},), one entry per "
             f"example.{cure}"
         )
-    # A mask has no values inside jit, and each of several processes sees a part of it.
+    # A mask has no values inside jit, and each of several processes sees a part of it. Both masks
+    # are taken as they are.
     known = not isinstance(mask, Tracer) and getattr(mask, "is_fully_addressable", True)
     if known and not np.isin(np.asarray(mask), (0, 1)).all():
         raise ValueError(

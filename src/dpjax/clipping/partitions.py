@@ -54,14 +54,18 @@ def balanced(groups: int) -> Partition:
 
 
 def _fill(sizes: Sequence[int], groups: int, capacity: int) -> tuple[int, ...]:
-    """Fills groups in order up to a capacity, leaving a leaf for each group to come."""
+    """The group of each leaf, if groups are filled in order up to a capacity.
+
+    Each later group gets at least one leaf. If the capacity is too small, there are more groups.
+    """
     assigned = []
     group = 0
     load = 0
     for i, size in enumerate(sizes):
+        leaves_left = len(sizes) - i
+        later_groups = groups - 1 - group
         # Every later group needs a leaf: an empty group costs noise and clips nothing.
-        starved = len(sizes) - i <= groups - 1 - group
-        if load + size > capacity or starved:
+        if load + size > capacity or leaves_left <= later_groups:
             group += 1
             load = 0
         assigned.append(group)

@@ -209,7 +209,7 @@ def hard_threshold(bound: float, screen: float | None = None, *, groups: Groups 
     screen = checks.number(call, "screen", screen, hint)
     # (C / Z) g has norm at most C for |g| at most Z, so the sensitivity is C and not Z.
     scale = 1.0
-    if screen != bound:
+    if screen != bound:  # both may be infinite or 0, and their quotient is then NaN
         scale = bound / checks.positive(call, "screen", screen, hint)
 
     def wish(norms: Norms) -> Norms:
@@ -220,6 +220,8 @@ def hard_threshold(bound: float, screen: float | None = None, *, groups: Groups 
 
 def jl(bound: float, projections: int = 50) -> Clipping:
     r"""Clips by norms that are estimated from random projections, in forward mode.
+
+    Experimental: the rounding of the reverse pass is not counted.
 
     With $r$ directions $u_j$ of independent standard normal numbers, the same for all
     examples of a step,

@@ -63,7 +63,9 @@ class Dataset(NamedTuple, Generic[_Train]):
     @property
     def units(self) -> int:
         """The number of persons in the training part; without owners, of training examples."""
-        return self.examples if self.owners is None else int(self.owners.max()) + 1
+        if self.owners is None:
+            return self.examples
+        return int(self.owners.max()) + 1
 
     def rows(self, indices: np.ndarray) -> Split:
         """The training examples at these indices; a `Stream` reads them from the disk."""
@@ -116,6 +118,7 @@ def units_held_out(call: str, units: int, fraction: float | None) -> np.ndarray:
     if fraction == 0:
         return numbers[:0]
     size = max(1, int(units * fraction))
+    # `hold_out` splits pairs of arrays; here both are the numbers.
     _, (held, _) = hold_out((numbers, numbers), size)
     return held
 

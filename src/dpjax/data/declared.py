@@ -24,16 +24,24 @@ GAPS = frozenset(["", "nan", "na", "n/a", "nat", "null", "none", "<na>", "?"])
 
 
 class Column(NamedTuple):
-    """A column: the numbers of a word, and the ends of the names of these features."""
+    """A column of a table, each of whose cells becomes one or several features."""
 
     numbers: Callable[[str], tuple[float, ...]]
+    """From the text of a cell to its features; a ValueError if the column has no such cell."""
     parts: tuple[str, ...] = ("",)
-    values: tuple[str, ...] = ()  # the words of a category or a label
-    span: tuple[float, float] | None = None  # the range of a target
-    learnt: bool = False  # a label or a target, not a feature
+    """The ends of the names of these features, which begin with the name of the column."""
+    values: tuple[str, ...] = ()
+    """The words of a category or a label."""
+    span: tuple[float, float] | None = None
+    """The range of a target."""
+    learnt: bool = False
+    """Whether it is a label or a target, and not a feature."""
 
     def filled(self, fill: Any = None) -> Column:
-        """The column in which gaps are errors, or with ``fill`` this value and a feature of 1."""
+        """The column with a rule for gaps, which are errors if ``fill`` is None.
+
+        Otherwise a gap has the features of the cell ``fill``, and one more feature is 1 for gaps.
+        """
         if fill is None:
             return self._replace(numbers=self._without_gaps)
         filling = self.numbers(text(fill))  # raises here if it is not a value of the column
@@ -81,8 +89,9 @@ def _date(since: Any, days: float, fill: Any = None, format: str | None = None) 
 
 
 def _category(values: Sequence[Any], other: bool = False, fill: Any = None) -> Column:
+    """One-hot features: one for each word of ``values``, and with ``other`` one for all others."""
     words: tuple[str, ...] = ()
-    if not isinstance(values, str):
+    if not isinstance(values, str):  # which is a sequence too, of letters
         words = tuple(map(text, values))
     if not words or len({*words}) < len(words):
         raise ValueError(f"values are {values!r}; expected a list of different words")
@@ -91,12 +100,12 @@ def _category(values: Sequence[Any], other: bool = False, fill: Any = None) -> C
         parts.append("=(other)")
 
     def numbers(word: str) -> tuple[float, ...]:
-        hot = [float(word == value) for value in words]
+        one_hot = [float(word == value) for value in words]
         if other:
-            hot.append(1.0 - sum(hot))
-        if not any(hot):
+            one_hot.append(1.0 - sum(one_hot))
+        if not any(one_hot):
             raise ValueError(f"{word!r}; expected one of {', '.join(words)}")
-        return tuple(hot)
+        return tuple(one_hot)
 
     column = Column(numbers, tuple(parts), words)
     if other and fill is None:

@@ -64,13 +64,12 @@ class Columns(NamedTuple):
     @property
     def learnt(self) -> tuple[str, Column]:
         """The one label or target, by its name."""
-        forms = self.forms.items()
-        found = {name: form for name, form in forms if form is not None and form.learnt}
-        if len(found) != 1:
+        learnt = {name: form for name, form in self.forms.items() if form and form.learnt}
+        if len(learnt) != 1:
             raise ValueError(
-                f"data.Columns: got {[*found]} to be learnt; expected one label or one target."
+                f"data.Columns: got {[*learnt]} to be learnt; expected one label or one target."
             )
-        return found.popitem()
+        return learnt.popitem()
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -133,6 +132,7 @@ def opened(frame: Any, call: str) -> Table:
         name = path.stem
         call = f"{call}({os.fspath(frame)!r})"
         header, rows = read_table(path, call)
+        # From rows to columns.
         frame = {column: [row[place] for row in rows] for place, column in enumerate(header)}
     if hasattr(frame, "column_names"):  # a table of Arrow, whose `columns` are not names
         frame = frame.to_pydict()
@@ -161,9 +161,12 @@ def check_columns(
 
 
 def cells_of(table: Table, reads: Mapping[str, Callable[[str], Any]]) -> dict[str, list[Any]]:
-    """The cells of these columns; an error names row, column and rule of ten faults at most."""
+    """The values of columns, a list for each; ``reads`` maps the text of a cell to its value.
+
+    An error lists the first ten cells that break their declaration.
+    """
     cells: dict[str, list[Any]] = {name: [] for name in reads}
-    faults: list[tuple[int, str]] = []
+    faults: list[tuple[int, str]] = []  # the number of a row, and the fault in it
     for name, read in reads.items():
         for row, cell in enumerate(table.columns[name], 1):
             try:
@@ -171,8 +174,8 @@ def cells_of(table: Table, reads: Mapping[str, Callable[[str], Any]]) -> dict[st
             except ValueError as fault:
                 faults.append((row, f"row {row}, column {name!r}: {fault}"))
     if faults:
-        in_order = sorted(faults, key=operator.itemgetter(0))
-        raise ValueError(listed(table.call, [words for _, words in in_order]))
+        by_row = sorted(faults, key=operator.itemgetter(0))
+        raise ValueError(listed(table.call, [words for _, words in by_row]))
     return cells
 
 

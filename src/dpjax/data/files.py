@@ -6,8 +6,9 @@ from __future__ import annotations
 import csv
 import io
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from dpjax.data.sources import Source
 _OF_ARROW = (".parquet", ".arrow", ".feather")
 _LISTED = 10  # faults of a table in one error
 _PARTS = ("train", "test")
-# The names of a part's arrays: Keras's, Keras's with encoded images, and MedMNIST's.
+# The names of a part's inputs and labels: Keras's, Keras's with encoded images, and MedMNIST's.
 _LAYOUTS = (("x_{}", "y_{}"), ("png_{}", "y_{}"), ("jpeg_{}", "y_{}"), ("{}_images", "{}_labels"))
 
 
@@ -33,9 +34,9 @@ def read(name: str, source: Source, path: Path) -> Dataset[Split]:
         return table(name, source, rows[:, :-1], rows[:, -1])
     arrays = read_arrays(path, f"data.load({name!r})")
     for images, labels in _LAYOUTS:
-        keys = {key.format(part) for part in _PARTS for key in (images, labels)}
+        expected = {key.format(part) for part in _PARTS for key in (images, labels)}
         # A file may hold further arrays.
-        if keys <= set(arrays):
+        if expected <= set(arrays):
             parts = []
             for part in _PARTS:
                 x = unit(_pixels(arrays, images, part, call), call)
@@ -60,7 +61,7 @@ def read_table(path: Path, call: str) -> tuple[list[str], list[list[str]]]:
         header, rows = _read_csv(path, call)
     header = distinct([name.strip() for name in header], call)
     # A table without names loses its first row; pandas writes its index without a name.
-    if len(header) < 2 or "" in header or any(map(_is_number, header)):
+    if len(header) < 2 or "" in header or any(reads(float, name) for name in header):
         raise ValueError(
             f"{call}: expected the names of at least two columns: df.to_csv(path, index=False)."
         )
@@ -75,10 +76,12 @@ def read_table(path: Path, call: str) -> tuple[list[str], list[list[str]]]:
 
 
 def _read_csv(path: Path, call: str) -> tuple[list[str], list[list[str]]]:
+    """The first line as names, and the others as rows; empty lines are left out."""
     try:
         content = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{call}: expected a table of text in UTF-8 ({error}).") from error
+    # The separator is the one that the first line has most often.
     first, _, _ = content.partition("\n")
     separator = max(",;\t", key=first.count)
     # `splitlines` ends a line at characters that a label may hold.
@@ -90,13 +93,14 @@ def _read_csv(path: Path, call: str) -> tuple[list[str], list[list[str]]]:
             if row:
                 lines.append(row)
     except csv.Error as error:
-        what = f"{call}: row {len(lines)}: {error}; expected quotation marks in pairs."
-        raise ValueError(what) from error
+        fault = f"{call}: row {len(lines)}: {error}; expected quotation marks in pairs."
+        raise ValueError(fault) from error
     header, *rows = lines or [[]]
     return header, rows
 
 
 def _read_arrow(path: Path, call: str) -> tuple[list[str], list[list[str]]]:
+    """The names of the columns, and the rows with each cell as a word."""
     checks.importable(call, "pyarrow")
     import pyarrow
     from pyarrow import feather, parquet
@@ -198,9 +202,10 @@ def table(name: str, source: Source, x: np.ndarray, y: np.ndarray) -> Dataset[Sp
     return Dataset(name, *hold_out(rows, source.test_size), source.classes, source.note)
 
 
-def _is_number(word: str) -> bool:
+def reads(read: Callable[[str], Any], word: str) -> bool:
+    """Whether a function takes a word, and raises no ValueError."""
     try:
-        float(word)
+        read(word)
     except ValueError:
         return False
     return True
@@ -215,7 +220,10 @@ def _note(arrays: Mapping[str, np.ndarray], images: str) -> str:
 
 
 def _pixels(arrays: Mapping[str, np.ndarray], images: str, part: str, call: str) -> np.ndarray:
-    """The images of a part; JPEG and PNG streams lie in one buffer, one behind the other."""
+    """The images of a part, ``[examples, height, width]`` and channels, if there are several.
+
+    JPEG and PNG streams lie in one buffer, one behind the other.
+    """
     x = arrays[images.format(part)]
     if images not in ("png_{}", "jpeg_{}"):
         return x

@@ -69,6 +69,7 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset[S
             return checked(read(name, source, path), source.shape, str(path))
     parts = {part: _whole(rows) for part, rows in _from_tfds(name, source, folder).items()}
     if source.classes is None:
+        # A table has only one part.
         dataset = table(name, source, *parts["train"])
     else:
         dataset = Dataset(name, parts["train"], parts["test"], source.classes, source.note)
@@ -89,25 +90,23 @@ def stream(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset
       The data set; ``train`` is a `Stream` of ``(image in [0, 1], label)``, and ``test`` is in
       memory. For other data sets, make a `Stream` yourself.
     """
-    fits = f"data.stream({name!r}): it fits into memory. Use data.load({name!r})."
-    if name == "digits":
-        raise ValueError(fits)
-    source = _source(name, "stream")
-    if source.classes is None:
-        raise ValueError(fits)
+    # The embedded digits and the tables are small.
+    if name == "digits" or _source(name, "stream").classes is None:
+        raise ValueError(f"data.stream({name!r}): it fits into memory. Use data.load({name!r}).")
+    source = SOURCES[name]
     folder = _folder(data_dir)
-    if not folder or not source.path(folder).is_file():
-        parts = _from_tfds(name, source, folder)
-        test = _whole(parts["test"])
-        dataset = Dataset(name, parts["train"], test, source.classes, source.note)
-        return checked(dataset, source.shape, "TensorFlow Datasets")
-    dataset = load(name, folder)
-    x, y = dataset.train
-    train = Stream(range(len(y)), example=lambda i: (x[i], y[i]))
-    return Dataset(name, train, dataset.test, dataset.classes, dataset.note)
+    if folder and source.path(folder).is_file():
+        dataset = load(name, folder)
+        x, y = dataset.train
+        train = Stream(range(len(y)), example=lambda i: (x[i], y[i]))
+        return Dataset(name, train, dataset.test, dataset.classes, dataset.note)
+    parts = _from_tfds(name, source, folder)
+    dataset = Dataset(name, parts["train"], _whole(parts["test"]), source.classes, source.note)
+    return checked(dataset, source.shape, "TensorFlow Datasets")
 
 
 def _whole(rows: Stream) -> Split:
+    """All rows of a stream, in memory."""
     return rows.rows(np.arange(len(rows)))
 
 
@@ -145,7 +144,7 @@ def _digits() -> Dataset[Split]:
 def _from_tfds(
     name: str, source: Source, folder: str | os.PathLike[str] | None
 ) -> dict[str, Stream]:
-    """The parts of a data set that TensorFlow Datasets has, or downloads."""
+    """The parts of a data set that TensorFlow Datasets has, or downloads; raises if it cannot."""
     fault = "it has no such data set"
     if source.tfds is not None:
         example = functools.partial(_image, classes=source.classes)

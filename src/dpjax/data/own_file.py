@@ -66,43 +66,47 @@ def load_file(
     """
     call = f"data.load_file({str(path)!r})"
     classes = checks.whole_or_none("data.load_file", "classes", classes)
-    own = _read(Path(path), label, call)
-    given = [len(own.parts) > 1, test is not None, holdout is not None]
-    if sum(given) > 1:
+    private = _read(Path(path), label, call)
+    sources_of_test = [len(private.parts) > 1, test is not None, holdout is not None]
+    if sum(sources_of_test) > 1:
         raise ValueError(f"{call}: expected a test part in the file, or test=, or holdout=.")
-    raw = list(own.parts)
+    parts = list(private.parts)
     if test is not None:
-        raw.append(_public(Path(test), own))
-    labels, names, count = _numbered([y for _, y in raw], classes, call)
-    inputs = [_inputs(x, call) for x, _ in raw]
+        parts.append(_public(Path(test), private))
+    # The labels of both parts are numbered together.
+    labels, names, count = _numbered([y for _, y in parts], classes, call)
+    inputs = [_inputs(x, call) for x, _ in parts]
     shapes = {x.shape[1:] for x in inputs}
     if len(shapes) > 1:
         raise ValueError(f"{call}: examples have shapes {shapes}; expected one.")
+    splits = list(zip(inputs, labels, strict=True))
+
     notes = []
-    if own.label is not None:
-        notes.append(f"the label is column {own.label!r}")
-    if len(inputs) > 1:
-        in_train = np.ones(len(inputs[0]), bool)
-        test_rows = (inputs[1], labels[1])
+    if private.label is not None:
+        notes.append(f"the label is column {private.label!r}")
+    if len(splits) == 2:
+        train, test_rows = splits
         held_out = HeldOut(len(labels[1]))
         if test is not None:
             held_out = HeldOut(public=True)
             notes.append("the test rows are public")
     else:
-        rows = len(inputs[0])
-        held = units_held_out(call, rows, holdout)
-        in_train = ~np.isin(np.arange(rows), held)
-        test_rows = (inputs[0][~in_train], labels[0][~in_train])
+        x, y = splits[0]
+        held = units_held_out(call, len(y), holdout)
+        in_test = np.isin(np.arange(len(y)), held)
+        train = (x[~in_test], y[~in_test])
+        test_rows = (x[in_test], y[in_test])
         held_out = HeldOut(len(held))
-        notes.append(f"{len(held)} of {rows} rows are held out for the test")
+        notes.append(f"{len(held)} of {len(y)} rows are held out for the test")
+    note = f"({'; '.join(notes)})" if notes else ""
     return Dataset(
         name=Path(path).stem,
-        train=(inputs[0][in_train], labels[0][in_train]),
+        train=train,
         test=test_rows,
         classes=count,
-        note=f"({'; '.join(notes)})" if notes else "",
+        note=note,
         class_names=names,
-        columns=own.columns,
+        columns=private.columns,
         held_out=held_out,
     )
 
@@ -142,11 +146,14 @@ def load_inputs(path: str | os.PathLike[str], columns: Sequence[str] = ()) -> np
 
 
 class _File(NamedTuple):
-    """The parts of a file, with labels as they are written; of a table also its columns."""
+    """The content of a file, with labels as they are written."""
 
     parts: list[Split]
+    """All rows; or those for training, and those for the test."""
     columns: tuple[str, ...] = ()
+    """The names of the features of a table."""
     label: str | None = None
+    """The column of a table from which the labels are."""
 
 
 def _read(path: Path, label: str | None, call: str) -> _File:
@@ -193,7 +200,7 @@ def _paired(x: np.ndarray, y: np.ndarray, call: str) -> Split:
 
 
 def _table(path: Path, label: str | None, call: str) -> _File:
-    """All rows of a table."""
+    """A table as inputs and labels; the column ``label`` has the labels."""
     header, rows = read_table(path, call)
     if label is not None and label not in header:
         raise ValueError(f"{call}: label={label!r}; expected one of {', '.join(header)}.")
@@ -202,6 +209,7 @@ def _table(path: Path, label: str | None, call: str) -> _File:
         spelled = [name for name in header if name.lower() == "label"]
         label = max(spelled, default=header[-1])
     place = header.index(label)
+    # `pop` removes the label from each row, so features remain.
     y = np.array([row.pop(place).strip() for row in rows])
     columns = header[:place] + header[place + 1 :]
     x = numbers(columns, rows, f"{call}: the label is column {label!r}")
@@ -209,12 +217,13 @@ def _table(path: Path, label: str | None, call: str) -> _File:
 
 
 def _inputs(x: np.ndarray, call: str) -> np.ndarray:
+    """Inputs in the dtype of a model: int32 for whole numbers, else finite float32."""
     if x.dtype == np.uint8 and x.ndim in (3, 4):
         return floats(x)
     x = native(x, f"{call}: inputs")
     if x.dtype.kind in "iu":
         return x.astype(np.int32)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):  # an overflow is infinite, and refused below
         values = x.astype(np.float32)
     if not np.isfinite(values).all():
         raise ValueError(f"{call}: some inputs are NaN, infinite or beyond float32.")
@@ -224,12 +233,15 @@ def _inputs(x: np.ndarray, call: str) -> np.ndarray:
 def _numbered(
     parts: list[np.ndarray], classes: int | None, call: str
 ) -> tuple[list[np.ndarray], tuple[str, ...], int]:
-    """Labels of all parts as int32 from 0, the words that they were, and the number of classes."""
-    # NumPy and h5py also keep words as bytes.
+    """Labels of all parts as int32 from 0, the words that they were, and the number of classes.
+
+    Labels that are numbers have no words.
+    """
+    # NumPy and h5py also keep words as bytes (kind S).
     decoded = [np.char.decode(y) if y.dtype.kind == "S" else y for y in parts]
     labels = np.concatenate(decoded)
     names: tuple[str, ...] = ()
-    if labels.dtype.kind == "U":
+    if labels.dtype.kind == "U":  # text, as all cells of a table are
         missing = np.isin(np.char.lower(np.char.strip(labels)), sorted(GAPS))
         if missing.any():
             raise ValueError(f"{call}: label {missing.argmax() + 1} of {len(labels)} is missing.")
@@ -240,11 +252,15 @@ def _numbered(
             names = tuple(words.tolist())
     labels = whole(labels, call)
     count = len(names) or int(labels.max()) + 1
-    if labels.min() < 0 or count > (classes or count) or count > len(labels) // 2:
-        expected = f"0 to {classes - 1}" if classes else "0 and up"
+    expected = "0 and up"
+    most = len(labels) // 2  # labels with more values are quantities or identifiers
+    if classes is not None:
+        expected = f"0 to {classes - 1}"
+        most = min(most, classes)
+    if labels.min() < 0 or count > most:
         raise ValueError(
             f"{call}: labels from {labels.min()} to {labels.max()} of {len(labels)} examples; "
             f"expected {expected}, and far fewer classes."
         )
-    edges = np.cumsum([len(y) for y in parts])[:-1]
-    return np.split(labels, edges), names, classes or count
+    beginnings = np.cumsum([len(y) for y in parts])[:-1]  # of all parts but the first
+    return np.split(labels, beginnings), names, classes or count

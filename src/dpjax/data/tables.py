@@ -26,7 +26,7 @@ from dpjax.data.encoding import (
     readers,
     targets_of,
 )
-from dpjax.data.files import read_table
+from dpjax.data.files import read_table, reads
 from dpjax.types import HeldOut
 
 
@@ -85,18 +85,20 @@ def table(
         raise ValueError("data.table: got test= and holdout=; expected one of the two.")
     declared = Columns.read(columns, unit)
     _, learnt = declared.learnt
-    forms = declared.forms
-    reads = readers(forms)
+    forms = declared.forms  # by column: how its cells become numbers
     private = opened(frame, "data.table")
     expected = [*forms]
+    reads = readers(forms)
     if unit is not None:
         expected.append(unit)
         reads[unit] = owner
     check_columns(private, expected)
     cells = cells_of(private, reads)
+
+    # The person of each row, from 0; without a column of persons each row is another one.
     owners = np.arange(len(private.columns[private.names[0]]))
     if unit is not None:
-        owners = np.unique(cells[unit], return_inverse=True)[1]
+        owners = _numbered(cells[unit])
     units = int(owners.max(initial=-1)) + 1
     if units < 2:
         raise ValueError(
@@ -108,8 +110,9 @@ def table(
         in_test = np.isin(owners, held)
         test_rows = (x[in_test], y[in_test])
         held_out = HeldOut(len(held))
-        kind = "rows" if unit is None else "persons"
-        split = f"{len(held)} of {units} {kind} are held out for the test"
+        split = f"{len(held)} of {units} rows are held out for the test"
+        if unit is not None:
+            split = f"{len(held)} of {units} persons are held out for the test"
     else:
         public = opened(test, "data.table")
         check_columns(public, forms, allowed=[unit])
@@ -117,6 +120,9 @@ def table(
         test_rows = _numbers(public, declared, cells_of(public, readers(forms)))
         held_out = HeldOut(public=True)
         split = "the test rows are public"
+    owners_of_train = None
+    if unit is not None:
+        owners_of_train = _numbered(owners[~in_test])
     return Dataset(
         name=private.name,
         train=(x[~in_test], y[~in_test]),
@@ -125,10 +131,15 @@ def table(
         note=f"(values beyond their ranges are clipped; {split})",
         class_names=learnt.values,
         columns=declared.features,
-        owners=None if unit is None else np.unique(owners[~in_test], return_inverse=True)[1],
+        owners=owners_of_train,
         target_range=learnt.span,
         held_out=held_out,
     )
+
+
+def _numbered(owners: Any) -> np.ndarray:
+    """The owner of each row as a number from 0, without gaps."""
+    return np.unique(owners, return_inverse=True)[1]
 
 
 def _numbers(table: Table, declared: Columns, cells: Mapping[str, list[Any]]) -> Split:
@@ -154,17 +165,9 @@ def _kind_of(words: Collection[str]) -> str:
     """The first kind that most cells have, of those without a gap."""
     cells = [word for word in words if word.lower() not in GAPS]
     for kind, read in _GUESSES.items():
-        if 2 * sum(_reads(read, cell) for cell in cells) > len(cells):
+        if 2 * sum(reads(read, cell) for cell in cells) > len(cells):
             return kind
     return "category"
-
-
-def _reads(read: Callable[[str], Any], word: str) -> bool:
-    try:
-        read(word)
-    except ValueError:
-        return False
-    return True
 
 
 _GUESSES: Mapping[str, Callable[[str], Any]] = MappingProxyType(

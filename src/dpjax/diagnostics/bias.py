@@ -65,7 +65,7 @@ def clipping_bias(
     """
     size = trees.leading_size(batch)
     sums = jax.jit(partial(_sums, loss, rule))
-    parts = []
+    parts = []  # of microbatches
     # Per-example gradients of a whole batch fill the memory for a large model.
     for start in range(0, size, microbatch_size):
         rows = jax.tree.map(lambda x, start=start: x[start : start + microbatch_size], batch)

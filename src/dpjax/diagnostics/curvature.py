@@ -64,7 +64,7 @@ def sharpness(
     start = trees.random_like(jax.random.normal, jax.random.fold_in(key, Purpose.MEASURES), params)
     size = length(start)
     direction = jax.tree.map(lambda v, p: (v / size).astype(p.dtype), start, params)
-    previous = jnp.zeros_like(size)
+    previous = jnp.zeros_like(size)  # the value of the iteration before
     direction, value = step(params, batch, direction)
     count = 1
     # The loop is Python's, because XLA on CPU makes gradients of convolutions many times slower in

@@ -72,12 +72,16 @@ def ntk(
     """
     size = trees.leading_size(inputs, name="ntk inputs")
     jacobian = jax.jacrev(lambda params, x: jnp.ravel(function(params, x)))
+    # The parts of J by leaf of the parameters, [inputs, outputs, *leaf].
     leaves = jax.tree.leaves(jax.vmap(jacobian, (None, 0))(params, inputs))
-    groups = partition.assign(params) if partition else (0,) * len(leaves)
+    groups = (0,) * len(leaves)
+    if partition is not None:
+        groups = partition.assign(params)
     if factors is None:
         factors = jnp.ones((size, max(groups) + 1))
     outputs = leaves[0].shape[1]
-    row_factors = jnp.repeat(jnp.asarray(factors), outputs, axis=0)
+    row_factors = jnp.repeat(jnp.asarray(factors), outputs, axis=0)  # [rows, groups]
+    # H is the sum over leaves of the products of their parts.
     kernel = jnp.zeros(())
     for leaf, group in zip(leaves, groups, strict=True):
         rows = leaf.reshape(size * outputs, math.prod(leaf.shape[2:]))

@@ -58,6 +58,7 @@ def scattered(
     images = np.asarray(images)
     # One byte order, so equal images share a file.
     images = images.astype(images.dtype.newbyteorder("="), copy=False)
+    # Shape and dtype of the features of one image, with a leading axis of 1.
     row = jax.eval_shape(transform, jax.ShapeDtypeStruct((1, *images.shape[1:]), images.dtype))
 
     def compute(images: np.ndarray) -> np.ndarray:
@@ -67,8 +68,7 @@ def scattered(
         for start in range(0, len(images), max(1, size)):
             batch = images[start : start + size]
             if len(batch) < size:  # compiling a second shape takes longer than padding
-                missing = size - len(batch)
-                batch = np.pad(batch, [(0, missing)] + [(0, 0)] * (images.ndim - 1))
+                batch = np.pad(batch, [(0, size - len(batch))] + [(0, 0)] * (images.ndim - 1))
             features[start : start + size] = transform(batch)[: len(images) - start]
         return features
 

@@ -123,8 +123,9 @@ class Normalization:
             thresholds = (1.0,)  # a search finds positive ones
         for bound in thresholds:
             checks.not_negative("features.Normalization", "thresholds", bound)
-            rule = clipping.flat(bound)
-            checked_multiplier("features.Normalization", self.noise_multiplier, rule)
+            checked_multiplier(
+                "features.Normalization", self.noise_multiplier, clipping.flat(bound)
+            )
 
     @property
     def multipliers(self) -> tuple[float, ...]:
@@ -160,21 +161,22 @@ class Normalization:
         return _release(key, query, rows, threshold, self.noise_multiplier) / self.examples
 
     def _threshold(self, key: Key, query: int, rows: Array) -> float:
-        """The given threshold, or the quantile of a noisy histogram."""
+        """The given threshold of a query, or the quantile of a noisy histogram of norms."""
         search = self.thresholds
         if not isinstance(search, Search):
             return search[query]
-        norms = trees.group_norms(rows, (0,), 1)
-        bins = jnp.searchsorted(jnp.asarray(search.edges), norms)
-        bins = jnp.minimum(bins, search.bins - 1)
-        # An example adds one vote, or none if its norm is not finite.
-        votes = jnp.where(jnp.isfinite(norms), jax.nn.one_hot(bins[:, 0], search.bins), 0)
+        norms = trees.group_norms(rows, (0,), 1)  # [examples, 1]
+        bin_of = jnp.searchsorted(jnp.asarray(search.edges), norms)
+        bin_of = jnp.minimum(bin_of, search.bins - 1)
+        # An example adds one vote, or none if its norm is not finite. [examples, bins]
+        votes = jnp.where(jnp.isfinite(norms), jax.nn.one_hot(bin_of[:, 0], search.bins), 0)
         counts = _release(key, 2 + query, votes, 1.0, search.noise_multiplier)
         # The number of examples is public, and has no noise as the sum of the counts has.
         wanted = search.quantile * self.examples
         is_enough = np.cumsum(np.asarray(counts, np.float64)) >= wanted
-        place = np.argmax(is_enough) if is_enough.any() else -1
-        return float(search.edges[place])
+        if not is_enough.any():  # because of the noise
+            return float(search.edges[-1])
+        return float(search.edges[np.argmax(is_enough)])
 
 
 @jax.jit

@@ -48,13 +48,14 @@ def group_norm(
       Wu and He, "Group Normalization", 2018; without its learned scale and shift.
     """
     features = jnp.asarray(features)
-    *rest, channels = features.shape
+    *examples_and_places, channels = features.shape
     if channels % groups:
         raise ValueError(f"features.group_norm: {groups} groups must divide {channels} channels.")
     # A mean over a group in bfloat16 keeps only two digits.
     wide = features.astype(trees.wide(features.dtype))
-    grouped = wide.reshape(*rest, groups, channels // groups)
-    # The axes leave out the batch, because statistics over it make an example depend on others.
+    grouped = wide.reshape(*examples_and_places, groups, channels // groups)
+    # Height, width, and the channels of a group. The axes leave out the batch, because statistics
+    # over it make an example depend on others.
     axes = (-4, -3, -1)
     mean = jnp.mean(grouped, axis=axes, keepdims=True)
     variance = jnp.var(grouped, axis=axes, keepdims=True)

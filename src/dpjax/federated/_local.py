@@ -35,27 +35,31 @@ class Local(NamedTuple):
 def trained(
     local: Local, params: PyTree, clients: Clients, index: Int[Array, ""], key: Key
 ) -> tuple[Float[Array, ""], PyTree]:
-    """A client's mean loss, and its update: last minus first parameters, 0 without examples."""
-    start = clients.starts[index]
+    """A client's mean loss, and its update: last minus first parameters, 0 without examples.
+
+    ``index`` is the number of the client, and ``key`` orders its rows.
+    """
+    start = clients.starts[index]  # the first of its rows
     count = clients.counts[index]
     size = local.batch_size
     batches = -(-count // size)
     # Each round has a fresh optimizer. A state that is kept carries a client's data into the next
     # draw of the client, outside the accounting.
-    optimizer = local.optimizer.init(trees.widened(params))
+    optimizer_state = local.optimizer.init(trees.widened(params))
     # The loop carries the update in float32: a bfloat16 parameter rounds small steps to nothing.
-    carry = _State(jnp.zeros(()), trees.zeros_wide(params), optimizer)
+    carry = _State(jnp.zeros(()), trees.zeros_wide(params), optimizer_state)
 
     def epoch(number: Int[Array, ""], carry: _State) -> _State:
-        # Sorting random numbers puts the client's rows in a random order, with padding behind them.
-        # The number of rows is traced, and jax.random.permutation needs a constant.
+        # Sorting random numbers puts the client's rows in a random order, with padding behind them,
+        # whose number 2 is above all others. The number of rows is traced, and
+        # jax.random.permutation needs a constant.
         numbers = jax.random.uniform(jax.random.fold_in(key, number), (clients.capacity,))
         is_row = jnp.arange(clients.capacity) < count
         order = jnp.argsort(jnp.where(is_row, numbers, 2.0))
 
         def batch(index: Int[Array, ""], carry: _State) -> _State:
             first = index * size
-            places = first + jnp.arange(size)
+            places = first + jnp.arange(size)  # in the order, [size]
             real = places < count
             # Padding repeats a row of the same client, so it is finite if the client's rows are.
             rows = start + order[jnp.where(real, places, first)]
@@ -72,15 +76,20 @@ class _State(NamedTuple):
     """The carry of the loop over batches."""
 
     losses: Float[Array, ""]
+    """The sum of the mean losses of all batches so far."""
     update: PyTree
+    """The client's parameters minus the server's."""
     optimizer: Any
 
 
 def _after_batch(
     local: Local, params: PyTree, examples: PyTree, real: Bool[Array, " size"], carry: _State
 ) -> _State:
-    """One step of the client's optimizer, on the mean loss of one batch."""
-    here = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, carry.update)
+    """One step of the client's optimizer, on the mean loss of one batch.
+
+    ``params`` are the server's, and ``real`` is False for padding.
+    """
+    of_client = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, carry.update)
 
     def mean_loss(params: PyTree) -> Float[Array, ""]:
         losses = jax.vmap(local.loss, (None, 0))(params, examples)
@@ -88,16 +97,16 @@ def _after_batch(
         return jnp.sum(jnp.where(real, losses, 0)) / jnp.sum(real).astype(losses.dtype)
 
     # XLA on CPU compiles gradients of convolutions inside a loop to naive loops; `fast` avoids it.
-    loss, gradient = jax.value_and_grad(fast(mean_loss))(here)
-    gradient = trees.widened(gradient)
-    here = trees.widened(here)
-    change, optimizer = local.optimizer.update(gradient, carry.optimizer, here)
+    loss, gradient = jax.value_and_grad(fast(mean_loss))(of_client)
+    change, optimizer_state = local.optimizer.update(
+        trees.widened(gradient), carry.optimizer, trees.widened(of_client)
+    )
     update = jax.tree.map(lambda u, c: u + c.astype(u.dtype), carry.update, change)
     if local.within is not None:
         # The update is clipped like one example, so groups and norms mean the same as in the step.
         one_row = jax.tree.map(lambda x: x[None], update)
         update, _, _ = clipping.clip(_ball(local.within, params), one_row)
-    return _State(carry.losses + loss, update, optimizer)
+    return _State(carry.losses + loss, update, optimizer_state)
 
 
 def _ball(rule: Clipping, params: PyTree) -> Clipping:

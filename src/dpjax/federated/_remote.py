@@ -153,7 +153,7 @@ def check_remote(
     checks.optimizer(f"{call}: optimizer", optimizer)
     checks.instance(call, "weights", weights, Weights)
     sampler = mechanism.sampling
-    # The state that a killed server leaves has no keys. Draws that share a key cannot resume.
+    # The checkpoint of a killed server has no keys, so draws that share a key cannot resume.
     if not sampler.independent or sampler.most_rows is not None:
         raise ValueError(
             f"{call}: {sampler.name} draws are not of one client and one round. Use "
@@ -198,7 +198,7 @@ def remote_rounds(
         # The mean divides by the public total of the shares.
         optimizer=scaled(optimizer, clients / weights.total_share),
         mechanism=mechanism,
-        engine="vmap",
+        engine="vmap",  # the update of a client exists as a whole
         weights=lambda step, params, reply: reply.share,
         # One reply is in memory at a time.
         microbatch_size=1,
@@ -209,6 +209,7 @@ def remote_rounds(
     algorithm = assemble(recipe, Replies(population), facts, budget=budget, info=_remote_info)
 
     def run(state: State, count: int) -> tuple[State, RemoteInfo]:
+        """`Algorithm.run`, in which each round sends the parameters of the last one."""
         infos = []
         for _ in range(count):
             population.step = int(state.step)
@@ -236,29 +237,29 @@ def run_rounds(
     evaluate: Callable[[State], Mapping[str, Any]],
 ) -> tuple[State, list[dict[str, Any]]]:
     """The rounds in a folder, as far as the budget allows; a killed run resumes there."""
-    planned: Any = algorithm.mechanism
-    asked = planned.steps
+    mechanism: Any = algorithm.mechanism
+    asked = mechanism.steps
     if rounds is not None:
         asked = checks.whole(call, "num_rounds", rounds)
-    fits = asked
-    affordable = ledger.affordable(planned, algorithm.budget)
-    if affordable < planned.steps:
-        # The run ends before the first round that exceeds the budget. `fit` refuses all rounds.
-        fits = min(asked, affordable)
+    within_budget = asked
+    affordable = ledger.affordable(mechanism, algorithm.budget)
+    if affordable < mechanism.steps:
+        # `fit` refuses a run that exceeds its budget, so it gets only the rounds that fit.
+        within_budget = min(asked, affordable)
     state, rows = training.fit(
         algorithm,
         algorithm.init(params),
-        steps=fits,
+        steps=within_budget,
         evaluate=evaluate,
         # A row waits for its checkpoint, so no model leaves before the last one is on disk.
         evaluate_every=1,
         directory=directory,
     )
-    if fits < asked:
+    if within_budget < asked:
         logging.warning(
             "%s: round %d of %d exceeds %r; the run ends before it.",
             call,
-            fits + 1,
+            within_budget + 1,
             asked,
             algorithm.budget,
         )

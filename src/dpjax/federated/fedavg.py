@@ -111,6 +111,50 @@ def fedavg(
     if weights is None:
         weights = Weights(values=np.ones(len(clients)))
     checks.instance(call, "weights", weights, Weights)
+    _check_rounds(call, mechanism, clients, weights, project)
+    batch_size = checks.whole_or_none(call, "local_batch_size", local_batch_size)
+    # An update that each local step projects onto the bounds is hardly clipped at the end.
+    within = None
+    if project:
+        within = mechanism.clipping
+    local = Local(
+        loss=loss,
+        optimizer=client_optimizer,
+        batch_size=batch_size or clients.capacity,
+        epochs=checks.whole(call, "local_epochs", local_epochs),
+        within=within,
+    )
+    # The mean divides by the public total of the shares; the total of the drawn ones is private.
+    scale = len(clients) / weights.total_share
+    recipe = recipe_of(call, local, server_optimizer, mechanism, clients, scale, microbatch_size)
+    rows = Row(
+        client=jnp.arange(len(clients)),
+        share=jnp.asarray(weights.shares),
+        size=clients.counts,
+    )
+    identity = {"algorithm": "fedavg", "weights": {"total": weights.total_share}}
+    algorithm = assemble(
+        recipe,
+        rows,
+        identity,
+        shared=clients,
+        budget=budget,
+        info=round_info,
+        # The step sees only the loss of a client.
+        of_one=(loss, trees.one_row(clients.examples)),
+    )
+    scaled_by = None
+    if weights.total_share != len(clients):
+        scaled_by = "the total of weights"
+    # The sampler of the recipe orders clients by size, which changes no event. Users see the
+    # mechanism that they gave.
+    return replace(algorithm, mechanism=mechanism, scaled_by=scaled_by)
+
+
+def _check_rounds(
+    call: str, mechanism: Mechanism, clients: Clients, weights: Weights, project: bool
+) -> None:
+    """Refuses a mechanism that rounds do not run, and clients that are not its units."""
     if not mechanism.of_clients:
         raise ValueError(
             f"{call}: the unit is one {mechanism.unit}, and {mechanism.sampling.name} draws "
@@ -132,40 +176,6 @@ def fedavg(
             f"{call}: {count} clients and {weight_count} weights; the mechanism's sampler draws "
             f"from {expected}."
         )
-    batch_size = checks.whole_or_none(call, "local_batch_size", local_batch_size)
-    local = Local(
-        loss=loss,
-        optimizer=client_optimizer,
-        batch_size=batch_size or clients.capacity,
-        epochs=checks.whole(call, "local_epochs", local_epochs),
-        # An update that each local step projects onto these bounds is hardly clipped at the end.
-        within=mechanism.clipping if project else None,
-    )
-    # The mean divides by the public total of the shares; the total of the drawn ones is private.
-    scale = len(clients) / weights.total_share
-    recipe = recipe_of(call, local, server_optimizer, mechanism, clients, scale, microbatch_size)
-    rows = Row(
-        client=jnp.arange(count),
-        share=jnp.asarray(weights.shares),
-        size=clients.counts,
-    )
-    identity = {"algorithm": "fedavg", "weights": {"total": weights.total_share}}
-    algorithm = assemble(
-        recipe,
-        rows,
-        identity,
-        shared=clients,
-        budget=budget,
-        info=round_info,
-        # The step sees only the loss of a client.
-        of_one=(loss, trees.one_row(clients.examples)),
-    )
-    scaled_by = None
-    if weights.total_share != expected:
-        scaled_by = "the total of weights"
-    # The sampler of the recipe orders clients by size, which changes no event. Users see the
-    # mechanism that they gave.
-    return replace(algorithm, mechanism=mechanism, scaled_by=scaled_by)
 
 
 def fedsgd(

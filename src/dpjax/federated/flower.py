@@ -43,6 +43,8 @@ MetricRecord = Any
 class PrivateStrategy:
     r"""Federated averaging with differential privacy for clients, as a strategy of Flower.
 
+    Experimental: it follows the messages of Flower, and was tried on one machine.
+
     The formula of a round is that of `fedavg`. A client is any Flower `ClientApp` that replies with
     the model it has trained, as for Flower's own ``FedAvg``; it may use NumPy, PyTorch or JAX.
 
@@ -145,9 +147,11 @@ class PrivateStrategy:
         """
         params = {name: _canonical(array.numpy()) for name, array in initial_arrays.items()}
         link = _Link(grid, self.keys, list(params), timeout)
-        algorithm = self.algorithm(
-            lambda step, sent, drawn: link.trained(step, sent, drawn, train_config or {}), params
-        )
+
+        def exchange(step: int, sent: PyTree, drawn: list[int]) -> Iterator[tuple[int, PyTree]]:
+            return link.trained(step, sent, drawn, train_config or {})
+
+        algorithm = self.algorithm(exchange, params)
         if evaluate_config is not None:
             logging.warning("%s: the metrics of clients are not private: no noise.", _CALL)
 
@@ -226,11 +230,31 @@ class _Link:
         clients: list[int],
         config: Mapping[str, Any],
     ) -> Iterator[tuple[int, Any]]:
-        """Sends the parameters to the clients that are online; yields replies as they come."""
+        """Sends the parameters to the clients that are online; yields replies as they come.
+
+        ``kind`` is ``"train"`` or ``"evaluate"``, and ``number`` is that of the round. A reply is
+        the number of a client, and the content of its message.
+        """
         settings = self.flower.ConfigRecord({**config, "server-round": number})
         content = self.flower.RecordDict({"arrays": self.record(params), "config": settings})
+        waiting = self._pushed(kind, number, content, clients)
+        deadline = time.monotonic() + self.timeout
+        while waiting and time.monotonic() < deadline:
+            for message in list(waiting):
+                replies = list(self.grid.pull_messages([message]))
+                for reply in replies:
+                    # An error is skipped: it neither replaces a reply nor is one.
+                    if reply.has_content():
+                        yield waiting[message], reply.content
+                if replies:
+                    del waiting[message]
+            if waiting:
+                time.sleep(_POLL)
+
+    def _pushed(self, kind: str, number: int, content: Any, clients: list[int]) -> dict[str, int]:
+        """Sends a message to each client that is online: the client of each message, by its id."""
         nodes = self._online()
-        waiting = {}
+        client_of = {}
         for client in set(clients) & set(nodes):
             # The id of a message is its hash, and a node that knew it could reply in the place of
             # another one. A random group makes ids unknown.
@@ -239,21 +263,10 @@ class _Link:
                 content, nodes[client], kind, ttl=self.timeout, group_id=group
             )
             # One message at a time, because a link refuses large requests.
-            for name in self.grid.push_messages([message]):
-                if name:  # a message that the link refused has no name
-                    waiting[name] = client
-        deadline = time.monotonic() + self.timeout
-        while waiting and time.monotonic() < deadline:
-            for name in list(waiting):
-                replies = list(self.grid.pull_messages([name]))
-                for reply in replies:
-                    # An error is skipped: it neither replaces a reply nor is one.
-                    if reply.has_content():
-                        yield waiting[name], reply.content
-                if replies:
-                    del waiting[name]
-            if waiting:
-                time.sleep(_POLL)
+            for identifier in self.grid.push_messages([message]):
+                if identifier:  # a message that the link refused has none
+                    client_of[identifier] = client
+        return client_of
 
     def _online(self) -> dict[int, int]:
         """The node of each registered client that is online."""

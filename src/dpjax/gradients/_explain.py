@@ -68,8 +68,12 @@ def _uses(sites: Sequence[Site]) -> str:
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
-    """Rows as lines with columns of equal width; the last word of a short row takes the rest."""
-    widths = [0, 0, 0]
+    """Rows as lines with columns of equal width.
+
+    A row has four words, the last one a number. A shorter row has a last word, such as a reason,
+    that takes the rest of the line.
+    """
+    widths = [0, 0, 0]  # of all columns but the numbers
     for *words, _ in rows:
         for column, word in enumerate(words):
             widths[column] = max(widths[column], len(word))

@@ -18,8 +18,11 @@ Rule = Callable[[JaxprEqn, list[Any]], Iterable[Any]]
 
 
 def bind(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
-    """Evaluates one equation, which may be a call or have a custom derivative."""
-    # Every version of JAX can run it as a program of one equation.
+    """Evaluates one equation, which may be a call or have a custom derivative.
+
+    Every version of JAX can run it as a program of one equation. An output that no later equation
+    reads, which JAX drops from programs, is 0 in the result.
+    """
     pairs = zip(equation.invars, inputs, strict=True)
     arguments = {variable: x for variable, x in pairs if not isinstance(variable, Literal)}
     results = [variable for variable in equation.outvars if not isinstance(variable, DropVar)]
@@ -39,7 +42,11 @@ def evaluate(
     rule: Rule = bind,
     literal: Callable[[Any], Any] = lambda value: value,
 ) -> list[Any]:
-    """Evaluates a program, equation after equation; ``literal`` makes a value of a number."""
+    """Evaluates a program, equation after equation, and returns its outputs.
+
+    With another rule than `bind`, values may be anything, such as flags. ``literal`` makes a value
+    of a number that stands in the program itself.
+    """
     values: dict[Any, Any] = dict(zip(program.constvars, constants, strict=True))
     values.update(zip(program.invars, arguments, strict=True))
 

@@ -76,28 +76,32 @@ def layout(
 
 
 def _layout(request: Request, loss: Traced, params: PyTree, example: PyTree) -> Layout:
+    """As `layout`, for the platform that the program is traced for."""
     batch_size, engine, microbatch_size, devices = request
     if batch_size == 0:
         return Layout(1)
     with _platforms.traced_for(_platforms.of(devices)):
         together = microbatch_size or _together(loss, params, example, batch_size, engine)
         together = min(together, MOST)
-        mesh = _mesh(devices, -(-batch_size // together))
+        mesh = _mesh(devices, microbatches=-(-batch_size // together))
         axes = () if mesh is None else mesh.axis_names
         if mesh is not None and meshes.MODEL in axes:
             # The gradient also holds the convolutions of derivatives that users wrote.
             axes = _batch_axes(mesh, loss.gradient(params, example))
         shares = Layout(1, mesh, axes).shares
-        size = min(together, -(-batch_size // shares))
-        if _platforms.on_cpu():
+        if microbatch_size:
+            size = together
+        elif _platforms.on_cpu():
             # Host devices share the caches, so the estimate is for all of them together.
-            size = together // shares
-    return Layout(min(microbatch_size or size, MOST) or 1, mesh, axes)
+            size = max(1, together // shares)
+        else:
+            size = min(together, -(-batch_size // shares))
+    return Layout(size, mesh, axes)
 
 
 def run_laid_out(
     request: Request,
-    engine: Callable[[Key], BoundEngine],
+    engine_of: Callable[[Key], BoundEngine],
     loss: Traced,
     params: PyTree,
     rows: Rows,
@@ -105,25 +109,30 @@ def run_laid_out(
     key: Key = None,
     frozen: PyTree = None,
 ) -> ClippedSum:
-    """Runs ``engine(key)((params, frozen), rows, start)`` in the layout of its arrays' devices."""
+    """Runs ``engine_of(key)((params, frozen), rows, start)`` in the layout that fits.
+
+    Arrays that are committed to devices decide the devices: JAX refuses to compute with them on
+    others.
+    """
     devices = request.devices
     example = trees.one_row(rows.batch)
     arguments = {"params": params, "batch": rows, "key": key, "start": start, "frozen": frozen}
     mesh = meshes.automatic(devices) if isinstance(devices, Mesh) else meshes.of_host(devices or 1)
     if mesh is not None:
+        # The user gave devices, which every array then moves to.
         arguments = {name: meshes.gathered(tree, mesh) for name, tree in arguments.items()}
-    committed = meshes.committed(arguments)
+    committed_to = meshes.committed(arguments)
 
     def run(params: PyTree, rows: Rows, key: Key, start: PyTree, frozen: PyTree) -> ClippedSum:
         # The layout is chosen inside, because here the platform is that of the trace.
         with_frozen = loss.with_frozen(frozen)
         chosen = _layout(request, with_frozen, params, example)
-        if chosen.mesh and committed and committed != tuple(chosen.mesh.devices.flat):
-            # JAX refuses arrays that are committed to other devices. A single share runs on any.
-            are_first = committed == tuple(jax.local_devices()[: len(committed)])
-            there = request._replace(devices=len(committed) if are_first else 1)
-            chosen = _layout(there, with_frozen, params, example)
-        return laid_out(engine(key), chosen)((params, frozen), rows, start)
+        if chosen.mesh and committed_to and committed_to != tuple(chosen.mesh.devices.flat):
+            # A mesh of as many first devices as the arrays are on; or one share, which runs on any.
+            are_first = committed_to == tuple(jax.local_devices()[: len(committed_to)])
+            on_their_devices = request._replace(devices=len(committed_to) if are_first else 1)
+            chosen = _layout(on_their_devices, with_frozen, params, example)
+        return laid_out(engine_of(key), chosen)((params, frozen), rows, start)
 
     with _platforms.traced_for(_platforms.of(devices)):
         return _platforms.dependent(run, *arguments.values())
@@ -194,16 +203,16 @@ def bytes_per_example(loss: Traced, params: PyTree, example: PyTree, engine: str
     """An estimate of the memory for one example in flight, from the values that depend on it."""
     program = jax.make_jaxpr(loss)(params, example).jaxpr
     leaves = jax.tree.leaves(params)
-    varies = [i >= len(leaves) for i in range(len(program.invars))]
+    varies = [i >= len(leaves) for i in range(len(program.invars))]  # the example's inputs
 
-    def written(equation: JaxprEqn, inputs_vary: list[bool]) -> int:
+    def bytes_written(equation: JaxprEqn, inputs_vary: list[bool]) -> int:
         # The book-keeping engine stores values that XLA does not fuse.
         is_fused = engine == "ghost" and not known(equation.primitive.name).writes
         if is_fused or not any(inputs_vary):
             return 0
         return _bytes(v.aval for v in equation.outvars if hasattr(v.aval, "shape"))
 
-    stored = _total(program, varies, written)
+    stored = _total(program, varies, bytes_written)
     if engine != "ghost":
         # Cotangents and scaled copies of all values, and two gradients of every leaf.
         return 4 * stored + 2 * _bytes(leaves)
@@ -235,7 +244,11 @@ def _frozen_bytes(loss: Traced, params: PyTree, example: PyTree) -> int:
 def _total(
     program: Jaxpr, varies: Sequence[bool], bytes_of: Callable[[JaxprEqn, list[bool]], int]
 ) -> int:
-    """The sum of ``bytes_of(equation, which inputs vary)`` over a program and its loops."""
+    """The sum of ``bytes_of(equation, inputs_vary)`` over a program and its inner programs.
+
+    ``varies`` has a flag for each input: whether it depends on the example. The outputs of an
+    equation do if one of its inputs does.
+    """
     total = 0
 
     def count(equation: JaxprEqn, inputs_vary: list[bool]) -> list[bool]:
@@ -243,15 +256,17 @@ def _total(
         inner = inner_programs(equation)
         if not inner:
             total += bytes_of(equation, inputs_vary)
-        rounds = equation.params.get("length", 1)
+        rounds = equation.params.get("length", 1)  # of a scan
         # A `cond` runs all its branches under vmap.
         for inner_program in inner:
-            # An inner program may take only the last inputs, or have some before them.
+            # An inner program may take only the last inputs, or have some before them: the flags
+            # are aligned at the end.
             padded = [False] * len(inner_program.invars) + inputs_vary
             inner_varies = padded[len(inputs_vary) :]
             total += rounds * _total(inner_program, inner_varies, bytes_of)
         return [any(inputs_vary)] * len(equation.outvars)
 
+    # `evaluate` passes flags in place of values; constants and literals do not vary.
     evaluate(program, [False] * len(program.constvars), varies, count, literal=lambda _: False)
     return total
 

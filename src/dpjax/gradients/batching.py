@@ -7,6 +7,7 @@ noise. So the sum of a *block* of examples is plain, and blocks are added with c
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -60,7 +61,11 @@ class Layout(NamedTuple):
         state: S,
         settle: Callable[[T], T] | None = None,  # ends each block of microbatches
     ) -> T:
-        """Sums ``add(state, rows, mask, total)`` over the rows of a draw, one for each share."""
+        """The sums of all shares of a draw, stacked; noise is added after they are joined.
+
+        ``add(state, rows, mask, total) -> total`` adds ``size`` rows of the data to a total, which
+        begins as ``zero``.
+        """
         size = self.microbatch_size
         block = None
         if settle is not None:
@@ -77,13 +82,16 @@ class Layout(NamedTuple):
             # read.
             return sampling.fold(draw, size, add_rows, zero, (number, self.shares), block)
 
-        # Devices meet once a step, in `join`; noise is added after it, once.
         return self.on_each(sum_of_share)(draw, data, zero, state)
 
     def on_each(
         self, run: Callable[..., PyTree], split: Collection[int] = ()
     ) -> Callable[..., PyTree]:
-        """Stacks ``run(number of the share, *arguments)``; arguments in ``split`` are split."""
+        """From ``run(number of the share, *arguments)`` to a function of the arguments.
+
+        The results of all shares are stacked along a new leading axis. Each share receives its part
+        of the arguments whose numbers are in ``split``, and the others as a whole.
+        """
         several = self.shares > 1
 
         def run_share(*arguments: PyTree) -> PyTree:
@@ -105,7 +113,9 @@ class Layout(NamedTuple):
     ) -> tuple[PyTree, PyTree | None, T]:
         """The sum of all shares, its rounding error, and the sums of ``more``.
 
-        Devices meet only here in a step. No coordinate of a sum exceeds its ``reach``.
+        Totals and ``more`` have a leading axis for the shares, as `on_each` gives them. Devices
+        meet only here in a step. ``reach`` has a number for each leaf, which no coordinate of its
+        sum exceeds.
         """
 
         def join_share(totals: Total, more: T) -> tuple[PyTree, PyTree | None, T]:
@@ -166,6 +176,7 @@ of a bound more than an example should; the margin for sums is 2^-11."""
 def _joined(
     total: Total, more: T, layout: Layout, reach: Sequence[float]
 ) -> tuple[PyTree, PyTree | None, T]:
+    """`Layout.join` on one device: its own share, added to the shares of all other devices."""
     value = total.block
     error = None
     if total.high is not None:
@@ -177,13 +188,19 @@ def _joined(
     if error is not None:
         errors = jax.tree.leaves(error)
     terms = [_in_two(*leaf) for leaf in zip(leaves, errors, reach, strict=True)]
-    value, error = map(structure.unflatten, zip(*terms, strict=True))
+    highs, lows = zip(*terms, strict=True)
+    value = structure.unflatten(highs)
+    error = structure.unflatten(lows)
     # One call, from which XLA can make one collective.
     return jax.lax.psum((value, error, more), layout.axes)
 
 
-def _in_two(x: Array, low: Any, reach: float) -> tuple[Array, Array]:
-    """Two terms of a share: multiples of a unit, which add exactly within the reach; the rest."""
+def _in_two(x: Array, error: Any, reach: float) -> tuple[Array, Array]:
+    """A share's sum and its error as two terms: multiples of a unit, and all the rest.
+
+    The unit is the last digit of a number of the size ``reach``. So the first terms of all shares
+    add without rounding, and only the small second terms round.
+    """
     info = jnp.finfo(x.dtype)
     unit = 0.0
     if 0 < reach < math.inf:
@@ -191,7 +208,7 @@ def _in_two(x: Array, low: Any, reach: float) -> tuple[Array, Array]:
     high = x
     if unit >= info.tiny:
         high = jnp.round(x / unit) * unit  # XLA simplifies (x + 2^k) - 2^k to x
-    return high, low + (x - high)
+    return high, error + (x - high)
 
 
 class Rows(NamedTuple):
@@ -206,60 +223,75 @@ Engine = Callable[[Traced, Clipping, PyTree, Rows, PyTree], ClippedSum]
 """``(loss, rule, params, rows, start) -> clipped sum``, added to the sum ``start``."""
 
 BoundEngine = Callable[[PyTree, Rows, PyTree], ClippedSum]
-"""An engine for one loss and one rule, of ``(parameters, frozen weights)``."""
+"""An engine for one loss and one rule: ``((params, frozen weights), rows, start)``."""
 
 
 def laid_out(engine: BoundEngine, layout: Layout) -> BoundEngine:
     """An engine in the microbatches and on the devices of a layout."""
+    if layout.shares == 1:
+        return functools.partial(_in_turn, engine, layout)
+    return functools.partial(_on_devices, engine, layout)
 
-    def in_turn(params: PyTree, rows: Rows, start: PyTree) -> ClippedSum:
-        """One microbatch after the other, in one compiled loop; the last one is padded."""
-        count = rows.mask.shape[0]
-        size = layout.microbatch_size
-        if count <= size:
-            return engine(params, rows, start)
-        # Blocks of equal length: at most one microbatch in each is padding.
-        microbatches = -(-count // size)
-        blocks = -(-microbatches // layout.microbatches_in_block)
-        shape = (blocks, -(-microbatches // blocks), size)
 
-        def add(block: PyTree, microbatch: Rows) -> tuple[PyTree, ClippedSum]:
-            clipped = engine(params, microbatch, block)
-            return clipped.value, clipped._replace(value=None)
+def _in_turn(
+    engine: BoundEngine, layout: Layout, weights: PyTree, rows: Rows, start: PyTree
+) -> ClippedSum:
+    """One microbatch after the other, in one compiled loop; the last one is padded.
 
-        def add_block(total: Total, microbatches: Rows) -> tuple[Total, ClippedSum]:
-            block, of_rows = jax.lax.scan(add, total.block, microbatches)
-            return total._replace(block=block).settled(), of_rows
+    The loop is in two levels, over blocks and over the microbatches of a block, because the sums of
+    blocks are added with compensation. All rows have the leading axes ``[blocks, microbatches,
+    size]`` in it.
+    """
+    count = rows.mask.shape[0]
+    size = layout.microbatch_size
+    if count <= size:
+        return engine(weights, rows, start)
+    # Blocks of equal length: at most one microbatch in each is padding.
+    microbatches = -(-count // size)
+    blocks = -(-microbatches // layout.microbatches_in_block)
+    shape = (blocks, -(-microbatches // blocks), size)
 
-        zeros = jax.tree.map(jnp.zeros_like, start)
-        total = Total(start) if blocks == 1 else Total(zeros, start, zeros)
-        padded = _padded(rows, math.prod(shape))
-        folded = jax.tree.map(lambda x: x.reshape((*shape, *x.shape[1:])), padded)
-        total, of_rows = jax.lax.scan(add_block, total, folded)
-        value = total.block
-        if total.high is not None:
-            value = jax.tree.map(jnp.add, total.high, total.low)
-        of_rows = jax.tree.map(lambda x: jax.lax.collapse(x, 0, 3)[:count], of_rows)
-        return of_rows._replace(value=value)
+    def add(block: PyTree, microbatch: Rows) -> tuple[PyTree, ClippedSum]:
+        clipped = engine(weights, microbatch, block)
+        return clipped.value, clipped._replace(value=None)
 
-    def spread(params: PyTree, rows: Rows, start: PyTree) -> ClippedSum:
-        """Each device loops over its own share, and they meet once."""
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), start)
+    def add_block(total: Total, microbatches: Rows) -> tuple[Total, ClippedSum]:
+        block, of_rows = jax.lax.scan(add, total.block, microbatches)
+        return total._replace(block=block).settled(), of_rows
 
-        def sum_of_share(number: Any, params: PyTree, rows: Rows, zeros: PyTree) -> ClippedSum:
-            # It begins with zeros, because each device adds its own beginning.
-            return in_turn(params, rows, zeros)
+    zeros = jax.tree.map(jnp.zeros_like, start)
+    total = Total(zeros, high=start, low=zeros)
+    if blocks == 1:
+        total = Total(start)
+    padded = _padded(rows, math.prod(shape))
+    folded = jax.tree.map(lambda x: x.reshape((*shape, *x.shape[1:])), padded)
+    total, of_rows = jax.lax.scan(add_block, total, folded)
+    value = total.block
+    if total.high is not None:
+        value = jax.tree.map(jnp.add, total.high, total.low)
+    # The results of the rows lose the axes of the loops and the padding.
+    of_rows = jax.tree.map(lambda x: jax.lax.collapse(x, 0, 3)[:count], of_rows)
+    return of_rows._replace(value=value)
 
-        count = rows.mask.shape[0]
-        # Masked rows make the shares equal; shard_map needs an even split.
-        padded = _padded(rows, -(-count // layout.shares) * layout.shares)
-        shares = layout.on_each(sum_of_share, split={1})(params, padded, zeros)
-        value = jax.tree.map(lambda s, x: s + jnp.sum(x, axis=0), start, shares.value)
-        of_rows = shares._replace(value=None)
-        of_rows = jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2)[:count], of_rows)
-        return of_rows._replace(value=value)
 
-    return in_turn if layout.shares == 1 else spread
+def _on_devices(
+    engine: BoundEngine, layout: Layout, weights: PyTree, rows: Rows, start: PyTree
+) -> ClippedSum:
+    """Each device loops over its own share of the rows, and they meet once."""
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), start)
+
+    def sum_of_share(number: Any, weights: PyTree, rows: Rows, zeros: PyTree) -> ClippedSum:
+        # It begins with zeros, because each device adds its own beginning.
+        return _in_turn(engine, layout, weights, rows, zeros)
+
+    count = rows.mask.shape[0]
+    # Masked rows make the shares equal; shard_map needs an even split.
+    padded = _padded(rows, -(-count // layout.shares) * layout.shares)
+    shares = layout.on_each(sum_of_share, split={1})(weights, padded, zeros)
+    value = jax.tree.map(lambda s, x: s + jnp.sum(x, axis=0), start, shares.value)
+    of_rows = shares._replace(value=None)
+    of_rows = jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2)[:count], of_rows)
+    return of_rows._replace(value=value)
 
 
 def _shard_map(
@@ -273,7 +305,10 @@ def _shard_map(
 
 
 def _padded(rows: Rows, size: int) -> Rows:
-    """More rows, all masked: copies of the last row, as gradients at zeros may be infinite."""
+    """As many rows as ``size``; further ones are masked copies of the last row.
+
+    They are copies, as gradients at zeros may be infinite.
+    """
     count = rows.mask.shape[0]
 
     def grow(x: Array) -> Array:

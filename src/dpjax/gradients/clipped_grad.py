@@ -101,13 +101,6 @@ def clipped_grad(
     ) -> ClippedSum:
         params = _with_arrays(params)
         trees.check_params("clipped_grad", params)
-        if start is not None:
-            if not isinstance(start, ClippedSum) or start.rule != rule.limits(params):
-                raise ValueError(
-                    "clipped_grad(start=...): expected a ClippedSum of this rule. Begin with "
-                    "dpjax.clipping.empty_sum(rule, params)."
-                )
-            start = start.value
         params = jax.tree.map(jnp.asarray, params)
         batch = arrays(batch, "clipped_grad: batch")
         size = trees.leading_size(batch)
@@ -118,27 +111,25 @@ def clipped_grad(
         real = real_rows("clipped_grad", mask, size)
         traced = Traced(loss, has_aux)
         traced.with_frozen(frozen).check(params, trees.one_row(batch), "clipped_grad")
-        # Every engine returns zeros for no examples.
+        # Every engine returns zeros for no examples, and only "vmap" takes an empty batch.
         name = "vmap" if size == 0 else engine
-        together = microbatch_size
+        examples_together = microbatch_size
         if name == "vmap":
-            together = microbatch_size or size
-        request = Request(size, name, together, devices)
+            examples_together = microbatch_size or size
+        request = Request(size, name, examples_together, devices)
         rows = Rows(batch, real, _held_weights(weights, size, rule.partition.size))
-        if start is None:
-            # Sums are float32 or wider: a narrower sum loses the gradient of one example.
-            start = trees.zeros_wide(params)
+        begun = _begun(start, rule, params)
 
-        def bound_engine(key: Key) -> BoundEngine:
-            chosen = _engine(name, rule, key)
+        def engine_of(key: Key) -> BoundEngine:
+            run = _engine(name, rule, key)
 
-            def run(weights: PyTree, rows: Rows, start: PyTree) -> ClippedSum:
+            def run_for_loss(weights: PyTree, rows: Rows, begun: PyTree) -> ClippedSum:
                 params, frozen = weights
-                return chosen(traced.with_frozen(frozen), rule, params, rows, start)
+                return run(traced.with_frozen(frozen), rule, params, rows, begun)
 
-            return run
+            return run_for_loss
 
-        total = run_laid_out(request, bound_engine, traced, params, rows, start, key, frozen)
+        total = run_laid_out(request, engine_of, traced, params, rows, begun, key, frozen)
         return total._replace(rule=rule.limits(params))
 
     return clipped
@@ -147,6 +138,19 @@ def clipped_grad(
 def _with_arrays(params: PyTree) -> PyTree:
     """Parameters with arrays for Python's numbers; `check_params` refuses other objects by name."""
     return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, Number) else x, params)
+
+
+def _begun(start: Any, rule: Clipping, params: PyTree) -> PyTree:
+    """The tree to which a clipped sum is added: the value of ``start``, or zeros."""
+    if start is None:
+        # Sums are float32 or wider: a narrower sum loses the gradient of one example.
+        return trees.zeros_wide(params)
+    if not isinstance(start, ClippedSum) or start.rule != rule.limits(params):
+        raise ValueError(
+            "clipped_grad(start=...): expected a ClippedSum of this rule. Begin with "
+            "dpjax.clipping.empty_sum(rule, params)."
+        )
+    return start.value
 
 
 def clipped_sum(

@@ -66,5 +66,6 @@ def constants(program: Any) -> Iterator[Any]:
             for variable in equation.invars:
                 if isinstance(variable, Literal) and jnp.ndim(variable.val):
                     yield variable.val
+            # A part that is not a program has none.
             for inner in parts(equation):
                 yield from constants(inner)

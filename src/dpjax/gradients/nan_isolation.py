@@ -49,7 +49,8 @@ def isolated(engine: Engine, harmless: Harmless = lambda *_: 0) -> Engine:
         together = run(params, rows, start)
         if _platforms.on_cpu():
             return together
-        # Other compilers were not tested, so a non-finite norm may have spread there.
+        # Compilers for other platforms were not tested. A non-finite norm may have spread there, so
+        # a batch with one is computed again.
         broken = ~jnp.all(jnp.isfinite(together.norms))
         return jax.lax.cond(broken, one_by_one, lambda: together)
 

@@ -57,13 +57,14 @@ def focal(gamma: float = 2.0) -> Callable[[Array, Array], Array]:
 
     def loss(logits: Logits, label: Label) -> Loss:
         scores, chosen = _classes("focal", logits, label)
-        leads = scores - jnp.sum(scores, where=chosen)  # of the other classes over the label's
+        # The margin m = log sum_{j != y} e^{h_j - h_y} gives both logarithms: -softplus(m) is
+        # log p_y, and -softplus(-m) is log(1 - p_y). The second one is log(0) if it is computed
+        # from p_y of an example that is learnt to the last bit.
+        differences = scores - jnp.sum(scores, where=chosen)
         # A finite number excludes a class, because the gradient is NaN if all have -inf.
         is_excluded = chosen | jnp.isneginf(scores)
-        leads = jnp.where(is_excluded, jnp.finfo(leads.dtype).min, leads)
-        # Both logarithms follow from the margin. The probability p gives log(1 - p) = log(0) for an
-        # example that is learnt to the last bit.
-        margin = jax.nn.logsumexp(leads)
+        differences = jnp.where(is_excluded, jnp.finfo(differences.dtype).min, differences)
+        margin = jax.nn.logsumexp(differences)
         log_right = -jax.nn.softplus(margin)
         if not gamma:  # 0 times an infinite logarithm is NaN
             return _known(chosen, -log_right)

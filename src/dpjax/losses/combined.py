@@ -72,9 +72,9 @@ def composite(
     call = "losses.composite"
     checks.one_of(call, "coefficient", coefficient, ("(1-alpha)/beta", "1/beta", "beta"))
     beta = checks.positive(call, "beta", beta, infinite=coefficient != "beta")
-    fades = coefficient == "(1-alpha)/beta"
-    weights = {"(1-alpha)/beta": 0.5 / beta, "1/beta": 1 / beta, "beta": beta}
-    penalty_weight = weights[coefficient]
+    # The constant before the penalty. It includes the half of the formula in the default case.
+    penalty_weights = {"(1-alpha)/beta": 0.5 / beta, "1/beta": 1 / beta, "beta": beta}
+    penalty_weight = penalty_weights[coefficient]
     focal_loss = focal(gamma)
     error_loss = one_hot(error)
 
@@ -95,9 +95,11 @@ def composite(
         focal_term = alpha * focal_loss(focal_logits, label)
         total = focal_term + (1 - alpha) * error_loss(error_logits, label)
         if penalty_weight:  # a penalty with weight 0 is left out, for the same reason
-            share = 1 - alpha if fades else jnp.ones(())
-            penalized = [jnp.where(share > 0, h, 0) for h in hidden]
-            total += share * penalty_weight * _mean_squares(penalized)
+            fading = jnp.ones(())
+            if coefficient == "(1-alpha)/beta":
+                fading = 1 - alpha
+            penalized = [jnp.where(fading > 0, h, 0) for h in hidden]
+            total += fading * penalty_weight * _mean_squares(penalized)
         # The penalty of an example without a class is dropped with its loss. `label < logits.size`
         # fails in uint8, where 256 classes are 0.
         is_class = jnp.any(jnp.arange(logits.size) == label)

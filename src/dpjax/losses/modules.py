@@ -84,15 +84,19 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
         if isinstance(params, Mapping) and {"params", "batch_stats"} & params.keys():
             raise ValueError(f"losses.of: got the variables {sorted(params)}. {_STATE}")
         x, y, *epoch = unpacked("of", example)
-        if frozen is not None:
+        if frozen is not None:  # the other part of the parameters
             params = unflatten_dict({**flatten_dict(frozen), **flatten_dict(params)})
+        # The arguments of the loss after output and target.
         arguments: dict[str, Any] = {}
         if epoch:  # a loss whose argument has a default also runs without `per_step`
             arguments["epoch"] = epoch[0]
-        # No other collection is mutable: batch statistics raise and are refused below.
-        mutable = {"mutable": ["preactivations"]} if takes_hidden else {}
+        # The collections that the model may write; Flax then returns them too. Batch statistics
+        # are never among them, so they raise and are refused below.
+        collections: dict[str, Any] = {}
+        if takes_hidden:
+            collections["mutable"] = ["preactivations"]
         try:
-            output = model.apply({"params": params}, x, **mutable, **options)
+            output = model.apply({"params": params}, x, **collections, **options)
         except (flax.errors.ScopeCollectionNotFound, flax.errors.ModifyScopeVariableError) as error:
             raise ValueError(f"losses.of: {type(model).__name__} keeps state. {_STATE}") from error
         except flax.errors.InvalidRngError as error:

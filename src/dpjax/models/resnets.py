@@ -57,7 +57,7 @@ class WideResNet(nn.Module):
     ) -> Float[Array, "*batch classes"]:
         """Gives the logits of one image, or of a batch."""
         _parts.expect_image("WideResNet", x, smallest=4)
-        blocks, rest = divmod(self.depth - 4, 6)
+        blocks, rest = divmod(self.depth - 4, 6)  # in a stage
         if rest or blocks < 1:
             raise ValueError(f"models.WideResNet(depth={self.depth}): depth must be 6 n + 4.")
         x = self._conv(x, 16, 3)
@@ -70,6 +70,7 @@ class WideResNet(nn.Module):
         return _parts.dense(self, x, self.classes)
 
     def _block(self, x: Array, channels: int, stride: int) -> Array:
+        """Twice norm, activation and convolution, added to the input."""
         h = self._normed(x)
         if stride != 1 or x.shape[-1] != channels:
             # The shortcut branches off behind the norm, as in all pre-activation blocks.

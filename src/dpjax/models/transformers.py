@@ -171,11 +171,14 @@ class TextTransformer(nn.Module):
     ) -> Float[Array, "*batch classes"]:
         """Gives the logits of one text, or of a batch."""
         checks.one_of("models.TextTransformer", "layout", self.layout, ("pre-norm", "bert"))
-        tokens, segments = x if isinstance(x, tuple | list) else (x, None)
+        tokens: Any = x
+        segments = None
+        if isinstance(x, tuple | list):
+            tokens, segments = x
         real = jnp.ones(tokens.shape, bool) if self.padding is None else tokens != self.padding
         table = partial(nn.Embed, features=self.width, embedding_init=_parts.embedding_init(self))
         h = table(self.vocabulary, name="token")(tokens)
-        smallest = tokens
+        smallest = tokens  # of the number of a token and that of its segment
         if segments is not None:
             h = h + table(self.segments, name="segment")(segments)
             smallest = jnp.minimum(tokens, segments)
@@ -248,12 +251,13 @@ class ViT(nn.Module):
             strides=self.patch,
             padding="VALID",
         )
-        h = h.reshape(*h.shape[:-3], -1, self.width)
+        h = h.reshape(*h.shape[:-3], -1, self.width)  # one position for each patch
         # The class token starts at 0, as in the published ViT.
         token = self.param("cls", nn.initializers.zeros, (1, 1, self.width))
         tokens = jnp.broadcast_to(token[0], (*h.shape[:-2], 1, self.width))
         h = jnp.concatenate([tokens, h], axis=-2)
         h = _encoder(self, h.shape[-2], "pre-norm")(h)
+        # The class token is the first position.
         return _parts.dense(self, h[..., 0, :], self.classes, name="head")
 
 

@@ -71,7 +71,17 @@ def noise_link(
     release: Callable[..., tuple[PyTree, GaussianState]],
     adapts: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Every noise link: ``release(sum, state, count)`` gives the output and the next state."""
+    """Every noise link.
+
+    Args:
+      name: The call that error messages name.
+      rule: The rule that clipped the sums.
+      key: Where the noise of every ``init`` starts; None for a secret key.
+      noise: The facts of the noise.
+      release: ``(sum, state, count) -> (noisy sum, next state)``, which draws the noise. The count
+        is the ``below=`` of an update, for bounds that adapt.
+      adapts: Whether bounds adapt, so the state has a scale.
+    """
     if key is not None:
         checks.key(name, key)
 
@@ -89,6 +99,7 @@ def noise_link(
         require_sum(updates, rule, name)
         total, below = state.meeting(updates, below, noise)
         if key is None:
+            # A traced `init` without a key gave the unset key.
             total = unless_unset(total, state.key, name)
         released, after = release(total, state, below)
         return released, after._replace(step=state.step + 1)
@@ -165,16 +176,23 @@ def add_noise(
 ) -> tuple[PyTree, PyTree]:
     """The sum plus the Gaussian noise of one step, and the memory of the next step.
 
-    ``lost`` is the rounding error of ``total``, to be added to it: far less than the last bits of a
-    long sum. With ``in_parts``, for leaves that a mesh splits, each device draws its part of the
-    same numbers.
+    Args:
+      total: The clipped sum.
+      partition: The partition of the rule that clipped, so each group has the noise of its bound.
+      deviations: The standard deviation in each group.
+      key: The root key of the run.
+      step: The number of the step.
+      strategy: How noise is correlated over steps; None for white noise.
+      memory: The strategy's memory of earlier steps.
+      lost: The rounding error of ``total``, to be added to it: far less than the last bits of a
+        long sum.
+      in_parts: For leaves that a mesh splits: each device draws its part of the same numbers.
     """
-    # The partition is that of the rule that clipped, so each group has the noise of its own bound.
     groups = partition.assign(total)
     wider = [deviation * WIDER for deviation in deviations]
     scales = jax.tree.structure(total).unflatten([wider[group] for group in groups])
     noise_key = trees.step_key(key, Purpose.NOISE, step)
-    operands = [scales]
+    operands = [scales]  # of `_added`, after noise and total
     if lost is not None:
         operands.append(lost)
     parts = normal_in_parts if in_parts else None
@@ -184,12 +202,13 @@ def add_noise(
         )
         return noisy, memory
     # The numbers of white noise are mixed with earlier steps' numbers, and then scaled.
-    drawn = trees.random_like(standard_normal, noise_key, total, parts=parts)
-    mixed, memory = strategy.next(drawn, memory, step)
+    white = trees.random_like(standard_normal, noise_key, total, parts=parts)
+    mixed, memory = strategy.next(white, memory, step)
     return jax.tree.map(_added, mixed, total, *operands), memory
 
 
 def _added(noise: Array, leaf: Array, deviation: Any, lost: Array | None = None) -> Array:
+    """A leaf of the sum plus noise of this deviation, plus the leaf's rounding error."""
     addend = deviation * noise
     if lost is not None:
         # The small terms are added first. Otherwise the long sum rounds away what it lost.

@@ -76,21 +76,22 @@ def normal_in_parts(
         raise ValueError(
             f"noise: devices share a draw of {count:,} numbers; expected at most 2^32."
         )
-    half = _rows_for(count) * _ROW
+    # `_drawn` has the first numbers of all pairs, and then the second numbers.
+    pairs = _rows_for(count) * _ROW
     arrays = []
-    start = 0
+    start = 0  # the place of the array's first number
     for shape in shapes:
         place = _places(shape, start)
-        second = place >= half
-        pair = jnp.where(second, place - jnp.uint32(half), place)
+        is_second = place >= pairs
+        pair = jnp.where(is_second, place - jnp.uint32(pairs), place)
         z = _box_muller(*_threefry(secret, [pair // _ROW, pair % _ROW]), dtype)
-        arrays.append(jnp.where(second, z.imag, z.real))
+        arrays.append(jnp.where(is_second, z.imag, z.real))
         start += math.prod(shape)
     return arrays
 
 
 def _places(shape: tuple[int, ...], start: int = 0) -> UInt32[Array, "..."]:
-    """Where each entry of an array stands in the flat array: ``[[0, 1, 2], [3, 4, 5]]``."""
+    """The number of each entry, counted from ``start``, as ``[[0, 1, 2], [3, 4, 5]]`` from 0."""
     place = jnp.full(shape, start, jnp.uint32)
     for axis in range(len(shape)):
         stride = jnp.uint32(math.prod(shape[axis + 1 :]))
@@ -107,12 +108,15 @@ def _rows_for(count: int) -> int:
 def _drawn(
     secret: UInt32[Array, "2"], ready: UInt32[Array, ""], count: int, dtype: Any
 ) -> Float[Array, " count"]:
-    """``count`` numbers: the first halves of all pairs, then the second halves."""
+    """``count`` numbers: the first halves of all pairs, then the second halves.
+
+    ``ready`` is a word of an array that must exist before the draw.
+    """
     shape = (_rows_for(count), _ROW)
 
     def pairs(secret: UInt32[Array, "2"]) -> Complex[Array, "rows row"]:
-        counter = [jax.lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in (0, 1)]
-        return _box_muller(*_threefry(secret, counter), dtype)
+        row_and_column = [jax.lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in (0, 1)]
+        return _box_muller(*_threefry(secret, row_and_column), dtype)
 
     def nothing(secret: UInt32[Array, "2"]) -> Complex[Array, "rows row"]:
         return jnp.zeros_like(jax.eval_shape(pairs, secret))
@@ -135,7 +139,11 @@ def _word(array: Array) -> UInt32[Array, ""]:
 
 
 def _threefry(key: Array, counter: list[Array]) -> tuple[Array, Array]:
-    """Two random words for each counter of two words: threefry-2x32 with 20 rounds."""
+    """Two random words for each counter of two words: threefry-2x32 with 20 rounds.
+
+    A round adds the second word to the first, rotates the second, and combines it with the first by
+    exclusive or. After four rounds the next words of the key are added.
+    """
     # The rounds are written out: JAX's own function is a loop over arrays on a CPU, several times
     # slower.
     keys = key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA)
@@ -144,14 +152,19 @@ def _threefry(key: Array, counter: list[Array]) -> tuple[Array, Array]:
     for group in range(5):
         for turn in _TURNS[group % 2]:
             x = x + y
-            y = x ^ ((y << turn) | (y >> (32 - turn)))
+            rotated = (y << turn) | (y >> (32 - turn))
+            y = x ^ rotated
         x = x + keys[(group + 1) % 3]
         y = y + keys[(group + 2) % 3] + jnp.uint32(group + 1)
     return x, y
 
 
 def _box_muller(first: Array, second: Array, dtype: Any = jnp.float32) -> Complex[Array, "..."]:
-    """Two normal numbers from 64 random bits: 40 for the radius, 24 for the angle."""
+    """Two normal numbers from 64 random bits: 40 for the radius, 24 for the angle.
+
+    The radius has the 32 bits of ``first`` and the highest 8 of ``second``. The angle has a bit for
+    a half turn, a bit for a quarter turn, and 22 bits for the rest.
+    """
     # u = (first + low / 2^8) / 2^32 in (0, 1). Its upper half is held as 1 - u, so both
     # ends keep the full relative precision of a float.
     low = second >> 24
@@ -165,11 +178,11 @@ def _box_muller(first: Array, second: Array, dtype: Any = jnp.float32) -> Comple
     eighth = (second & 0x3FFFFF).astype(dtype) - (2.0**21 - 0.5)
     cosine, sine = _cos_sin(eighth * (math.pi * 2.0**-23))
     # A half turn changes both signs, a quarter turn takes (cosine, sine) to (-sine, cosine).
-    half = (second & (1 << 22)) != 0
-    quarter = (second & (1 << 23)) != 0
-    radius = jnp.where(half, -radius, radius)
-    along = jnp.where(quarter, -sine, cosine)
-    across = jnp.where(quarter, cosine, sine)
+    is_half_turn = (second & (1 << 22)) != 0
+    is_quarter_turn = (second & (1 << 23)) != 0
+    radius = jnp.where(is_half_turn, -radius, radius)
+    along = jnp.where(is_quarter_turn, -sine, cosine)
+    across = jnp.where(is_quarter_turn, cosine, sine)
     return jax.lax.complex(radius * along, radius * across)
 
 

@@ -126,9 +126,11 @@ def _is_mapped_state(node: Any) -> bool:
 
 
 def _with_fresh_keys(node: Any) -> Any:
+    """A node of a tree, with fresh keys if it is a state."""
     if isinstance(node, GaussianState):
         return node._replace(key=jax.tree.map(_fresh_like, node.key))
     if isinstance(node, State):
+        # The key for draws stays, because the order of an epoch follows from it.
         keys = {"noise_key": node.noise_key}
         if is_unset(node.key):
             keys["key"] = node.key
@@ -140,7 +142,10 @@ def _with_fresh_keys(node: Any) -> Any:
 
 
 def _fresh_like(key: Key) -> Key:
-    """A fresh key in the place of one, or as many as an ensemble has."""
+    """A fresh key, or as many as the shape of a key has: an array of keys is an ensemble's.
+
+    An untyped key, of the raw words of older programs, has one more axis for these words.
+    """
     typed = checks.is_typed_key(key)
     shape = key.shape
     if not typed:

@@ -3,6 +3,8 @@
 
 `plan` chooses them from the number of examples, epsilon, delta and the parameters. It reads neither
 the data nor a loss, so nothing that it chooses costs privacy.
+
+Experimental: constants of a plan follow measurements that are not complete.
 """
 
 from dpjax.planning.pace import paced

@@ -95,16 +95,17 @@ def paced(
         first = optax.tree_utils.tree_update_moment(updates, state.first, b1, 1)
         squares = jax.tree.map(lambda g: jnp.mean(jnp.square(g)), updates)
         second = optax.tree_utils.tree_update_moment(squares, state.second, b2, 1)
-        count = state.step + 1
+        step = state.step + 1
         rate = first_rate * (1 - state.step / steps)
 
         def moved(m: Float[Array, "..."], v: Float[Array, ""]) -> Float[Array, "..."]:
-            unbiased = v / (1 - b2**count)
-            floor = jnp.maximum(unbiased, variance.astype(v.dtype))
-            direction = m / (1 - b1**count) / jnp.sqrt(jnp.where(floor > 0, floor, 1))
+            m_hat = m / (1 - b1**step)
+            v_hat = v / (1 - b2**step)
+            square = jnp.maximum(v_hat, variance.astype(v.dtype))
+            direction = m_hat / jnp.sqrt(jnp.where(square > 0, square, 1))
             return (-rate * direction).astype(m.dtype)
 
         updates = jax.tree.map(moved, first, second)
-        return updates, PacedState(count, first, second)
+        return updates, PacedState(step, first, second)
 
     return optax.GradientTransformationExtraArgs(init, update)

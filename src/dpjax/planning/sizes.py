@@ -107,6 +107,7 @@ def other_sizes(examples: int, epsilon: float, delta: float, most: float = math.
     for factor in (0.5, 1, 2, 4, 8):
         batch = planned.batch * factor
         steps = planned.steps
+        # A plan with fewer steps than usual gets more steps and larger batches in proportion.
         if planned.steps < STEPS and factor > 1:
             steps = min(STEPS, round(planned.steps * factor**0.5))
             batch = planned.examples * factor / steps

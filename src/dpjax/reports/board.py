@@ -48,13 +48,14 @@ def board(
     delta: float | None = None,
     *,
     held_out: HeldOut | None = None,
+    settings: str | None = None,
     **more: Any,
 ) -> str:
     """The statement for a board: what was promised, and what an attacker could learn at most.
 
     The rates of true positives are `dpjax.accounting.true_positive_rate` of what ran, rounded up;
     `dpjax verify` recomputes them from the card. The arguments are as in `dpjax.statement`:
-    ``held_out``, and ``more`` are ``ledger``, ``supplied``, ``methods``.
+    ``held_out``, ``settings``, and ``more`` are ``ledger``, ``supplied``, ``methods``.
 
     Example:
       >>> import dpjax
@@ -74,12 +75,15 @@ def board(
       ...
     """
     claim = claim_of("reports.board", mechanism, delta, **more)
+    promise = _promise(claim)
+    if settings is not None:
+        promise += f" {settings}"
     rates = [
         f"  {percent(wrong, downwards):<19}{percent(right)}" for wrong, right in attacks(claim)
     ]
     uncovered = [*not_covered(held_out, mechanism.unit), *_never_covered(claim)]
     return _PAGE.format(
-        promise=_filled(_promise(claim)),
+        promise=_filled(promise),
         attacker=_filled(_attacker(mechanism)),
         rates="\n".join(rates),
         uncovered="\n".join(f"  - {words}" for words in uncovered),

@@ -5,7 +5,8 @@ A reader can recompute its epsilon without dpjax, as `dpjax.verify` does: number
 
 | field | holds |
 |---|---|
-| ``format`` | the version of this schema: 5; a card of format 4 has neither it nor the next two |
+| ``format`` | the version of this schema: 5; a card of format 4 has neither it nor the next three |
+| ``sources`` | the SHA-256 of the Python files of the dpjax that wrote the card |
 | ``parameters`` | the SHA-256 of the released parameters (`dpjax.trees.digest`), or null |
 | ``risk`` | the rates of an attack that the noise was chosen for, or null |
 | ``mechanism`` | the plan, as `dpjax.mechanism.card` describes it and ``run.json`` holds it |
@@ -25,7 +26,7 @@ from typing import Any
 
 from dpjax import accounting
 from dpjax._files import strict
-from dpjax._versions import version
+from dpjax._versions import sources, version
 from dpjax.accounting.methods import levels_of
 from dpjax.mechanism import Mechanism
 from dpjax.reports._claim import attacks, claim_of
@@ -66,6 +67,7 @@ def card(
         risk = mechanism.risk._asdict()
     facts = {
         "format": FORMAT,
+        "sources": sources(),
         "parameters": parameters,
         "risk": risk,
         "mechanism": mechanism.facts,

@@ -61,6 +61,7 @@ def statement(
     methods: Sequence[str] | None = None,
     scaled_by: str | None = None,
     held_out: HeldOut | None = None,
+    settings: str | None = None,
 ) -> Statement:
     """The privacy statement of a computation, in words.
 
@@ -74,6 +75,7 @@ def statement(
         ``"a bound schedule"`` of `dpjax.dpsgd`. `dpjax.fit` gives it for the run in a folder.
       held_out: The units that were held out for a test, as `dpjax.data.Dataset.held_out` has them.
         They come first among what is not covered.
+      settings: How settings were chosen, in a sentence such as `dpjax.planning.NO_SETTING`.
 
     Returns:
       A text to print, and to publish with the model; a notebook shows it as a table.
@@ -96,9 +98,12 @@ def statement(
     tables = [facts_of(claim, ledger, scaled_by), _epsilons(claim)]
     if _is_private(claim):
         tables.append([_for_a_paper(claim)])
+    verdict = _verdict(claim)
+    if settings is not None:
+        verdict.append(settings)
     uncovered = [*not_covered(held_out, mechanism.unit), *_never_covered(mechanism)]
     works = references(mechanism, claim.epsilons)
-    document = Document(_verdict(claim), tables, uncovered, "\n".join(works))
+    document = Document(verdict, tables, uncovered, "\n".join(works))
     return Statement(text_of(document))
 
 

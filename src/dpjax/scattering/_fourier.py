@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fourier transforms of fields, as products with small matrices of cosines and sines.
 
-At the sizes of MNIST and CIFAR-10 they are faster than XLA's FFT. A *field* has its rows first (in
-`mirrored` order), its columns last, and images and paths between them. A *spectrum* has the real
-and the imaginary parts in its last axis, in blocks. Folding, which subsamples the field, adds these
-blocks.
+At the sizes of MNIST and CIFAR-10 they are faster than XLA's FFT. A *field* is real, with its rows
+first (in `mirrored` order), its columns last, and images and paths between them. A *spectrum* is
+its Fourier transform. The last axis has ``parts``: real and imaginary parts of all columns, in
+blocks of ``columns / blocks`` real ones and as many imaginary ones. Folding, which subsamples the
+field, adds whole blocks.
 """
 
 import math
@@ -32,66 +33,79 @@ def on_columns(field: Array, matrix: np.ndarray) -> Array:
 
 
 def _waves(outputs: Any, inputs: Any, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines of all products of two sets of indices."""
+    r"""Cosines and sines of $2 \pi k u / n$ for all outputs $k$ and inputs $u$."""
     angle = 2 * math.pi / size * np.outer(outputs, inputs)
     return np.cos(angle), np.sin(angle)
 
 
 def spectrum_of(field: Array, blocks: int) -> Float[Array, "rows *images_and_paths parts"]:
-    """The Fourier transform; parts are ``(blocks, real and imaginary, columns / blocks)``."""
+    """The Fourier transform of a field: a product with a matrix on each side."""
     rows = field.shape[0]
     columns = field.shape[-1]
     row_cosines, row_sines = _waves(np.arange(rows // 2 + 1), mirrored(rows), rows)
     cosines, sines = _waves(np.arange(columns), np.arange(columns), columns)
-    # Opposite rows share cosines, and sines up to a sign: half the products give all rows.
+    # exp(-ia) exp(-ib) with the angles a of rows and b of columns is
+    # cos(a) (cos(b) - i sin(b)) + sin(a) (-sin(b) - i cos(b)).
     even = on_columns(on_rows(row_cosines, field), _parts(cosines, -sines, blocks))
     odd = on_columns(on_rows(row_sines, field), _parts(-sines, -cosines, blocks))
+    # Row -k has the cosines of row k, and minus its sines: half the products give all rows.
     opposite_rows = (even - odd)[(rows - 1) // 2 : 0 : -1]
     return jnp.concatenate([even + odd, opposite_rows])
 
 
 def _parts(real: np.ndarray, imaginary: np.ndarray, blocks: int) -> np.ndarray:
-    """Lays the last axes of two arrays side by side, block by block."""
-    *leading, size = real.shape
+    """The two arrays ``[..., columns]`` as parts of a spectrum, ``[..., 2 columns]``."""
+    *leading, columns = real.shape
     pair = np.stack([real, imaginary], axis=-2)
-    by_block = pair.reshape(*leading, 2, blocks, size // blocks)
-    return np.moveaxis(by_block, -3, -2).reshape(*leading, 2 * size)
+    by_block = pair.reshape(*leading, 2, blocks, columns // blocks)
+    return np.moveaxis(by_block, -3, -2).reshape(*leading, 2 * columns)
 
 
 def filtered(
     spectrum: Array, wavelets: np.ndarray, step: int, blocks: int
 ) -> Float[Array, "rows *images_and_paths angles parts"]:
-    """Multiplies by every wavelet and folds, which subsamples the field by ``step``."""
-    wavelets = np.moveaxis(_parts(wavelets, wavelets, blocks), 0, 1) / step**2
-    rows = wavelets.shape[0] // step
-    parts = wavelets.shape[-1] // step
-    between = (1,) * (spectrum.ndim - 2)
+    r"""The spectra of a field after convolution with each wavelet, subsampled by ``step``.
+
+    ``wavelets`` are real spectra, ``[angles, rows, columns]``. Convolution multiplies spectra.
+    Subsampling by $s$ takes the mean of the $s^2$ equal tiles of a spectrum, which have whole
+    blocks:
+
+    $$ \hat y(k_1, k_2) = \frac1{s^2} \sum_{a, b < s}
+       (\hat x \hat\psi)(k_1 + a n_1 / s,\ k_2 + b n_2 / s) $$
+    """
+    # A real factor multiplies the real and the imaginary part. [rows, angles, parts]
+    factors = np.moveaxis(_parts(wavelets, wavelets, blocks), 0, 1) / step**2
+    tile_rows = factors.shape[0] // step
+    tile_parts = factors.shape[-1] // step
+    images_and_paths = (1,) * (spectrum.ndim - 2)  # axes over which factors are broadcast
     total = jnp.zeros((), spectrum.dtype)
-    for first_row in range(0, rows * step, rows):
-        down = slice(first_row, first_row + rows)
-        for first_part in range(0, parts * step, parts):
-            across = slice(first_part, first_part + parts)
-            weights = wavelets[down, :, across].reshape(rows, *between, -1, parts)
-            weights = jnp.asarray(weights, spectrum.dtype)
-            total += spectrum[down, ..., None, across] * weights
+    for top in range(0, tile_rows * step, tile_rows):
+        down = slice(top, top + tile_rows)
+        for left in range(0, tile_parts * step, tile_parts):
+            across = slice(left, left + tile_parts)
+            tile = factors[down, :, across].reshape(tile_rows, *images_and_paths, -1, tile_parts)
+            total += spectrum[down, ..., None, across] * jnp.asarray(tile, spectrum.dtype)
     return total
 
 
 def moduli(spectrum: Array, blocks: int) -> Float[Array, "rows *images_and_paths angles columns"]:
-    """The absolute value of the inverse Fourier transform."""
+    """The absolute value of the inverse Fourier transform, first of all columns, then of rows."""
     rows = spectrum.shape[0]
     columns = spectrum.shape[-1] // 2
+    # (x + iy) exp(ib) is x cos(b) - y sin(b), and i times x sin(b) + y cos(b).
     cosines, sines = _waves(np.arange(columns), np.arange(columns), columns)
-    to_real = np.hstack([cosines, sines]).T
-    to_imaginary = np.hstack([-sines, cosines]).T
-    matrix = _parts(to_real, to_imaginary, blocks).T
-    by_columns = on_columns(spectrum, matrix / (rows * columns))
+    from_real = np.hstack([cosines, sines]).T  # what x adds to the real and the imaginary part
+    from_imaginary = np.hstack([-sines, cosines]).T  # what y adds
+    matrix = _parts(from_real, from_imaginary, blocks).T
+    # The result has the real part of all columns, and then the imaginary part.
+    of_columns = on_columns(spectrum, matrix / (rows * columns))
+    # The same formula for rows: even are the sums with cosines, and odd those with sines.
     cosines, sines = _waves(np.arange(rows // 2 + 1), np.arange(rows), rows)
-    even, odd = jnp.split(on_rows(np.concatenate([cosines, sines]), by_columns), 2)
+    even, odd = jnp.split(on_rows(np.concatenate([cosines, sines]), of_columns), 2)
     even_real, even_imaginary = jnp.split(even, 2, axis=-1)
     odd_real, odd_imaginary = jnp.split(odd, 2, axis=-1)
-    # Opposite rows share their cosines, and their sines up to a sign.
     first_rows = _norm(even_real - odd_imaginary, even_imaginary + odd_real)
+    # Row -k has the cosines of row k, and minus its sines.
     opposite_rows = _norm(even_real + odd_imaginary, even_imaginary - odd_real)
     return jnp.concatenate([first_rows, opposite_rows[1 : (rows + 1) // 2]])
 

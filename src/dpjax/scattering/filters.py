@@ -67,22 +67,27 @@ def filter_bank(rows: int, columns: int, J: int, L: int) -> Bank:
 
 
 def _width(j: int) -> float:
+    """The deviation of the Gaussian of a scale, in pixels."""
     return 0.8 * 2**j
 
 
 def _morlet(shape: tuple[int, int], j: int, angle: float, slant: float) -> np.ndarray:
-    """The Fourier transform of one wavelet, ``[rows, columns]``."""
+    """The Fourier transform of one wavelet of `filter_bank`'s formula, ``[rows, columns]``.
+
+    ``slant`` is s. The arrays of positions are ``[periods * rows, periods * columns]``.
+    """
     rows, columns = shape
     u = _positions(rows)[:, None]
     v = _positions(columns)
-    along = u * math.cos(angle) + v * math.sin(angle)
-    across = v * math.cos(angle) - u * math.sin(angle)
-    square = along**2 + (slant * across) ** 2
+    a = u * math.cos(angle) + v * math.sin(angle)
+    b = v * math.cos(angle) - u * math.sin(angle)
     variance = _width(j) ** 2
-    envelope = slant / (2 * _PI * variance) * np.exp(-square / (2 * variance))
-    wave = envelope * np.exp(0.75j * math.pi / 2**j * along)
-    # The multiple of the envelope that is subtracted makes the mean of the wavelet 0.
-    wavelet = wave - wave.sum() / envelope.sum() * envelope
+    frequency = 0.75 * math.pi / 2**j  # xi
+    square = a**2 + (slant * b) ** 2
+    envelope = slant / (2 * _PI * variance) * np.exp(-square / (2 * variance))  # |g|
+    wave = envelope * np.exp(1j * frequency * a)  # g
+    kappa = wave.sum() / envelope.sum()
+    wavelet = wave - kappa * envelope
     spectrum = np.fft.fft2(_wrapped(wavelet, shape))
     return spectrum.real  # the imaginary part is 0 up to rounding
 
@@ -114,11 +119,13 @@ def coarsen(response: np.ndarray, resolution: int) -> np.ndarray:
     """The filter for fields that were halved ``resolution`` times; its first axis is kept."""
     for axis in range(1, response.ndim):
         size = response.shape[axis]
-        coarse = size >> resolution
+        coarse_size = size >> resolution
         response = np.moveaxis(response, axis, -1).copy()
-        # Frequencies that the smaller field cannot hold are removed before the rest is folded.
-        response[..., coarse // 2 : coarse // 2 + size - coarse] = 0
-        folds = response.reshape(*response.shape[:-1], 2**resolution, coarse)
+        # Frequencies that the smaller field cannot hold are removed before the rest is folded. They
+        # are in the middle: an axis has the frequencies 0, 1, ..., and then ..., -2, -1.
+        first = coarse_size // 2
+        response[..., first : first + size - coarse_size] = 0
+        folds = response.reshape(*response.shape[:-1], 2**resolution, coarse_size)
         response = np.moveaxis(folds.sum(axis=-2), -1, axis)
     return response
 

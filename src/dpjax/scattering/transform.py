@@ -64,16 +64,17 @@ def scatter(
 @functools.partial(jax.jit, static_argnames=("J", "L"))
 def _scatter(images: Array, J: int, L: int) -> Array:
     """Transforms the images in parts, whose size changes only speed and memory."""
-    size = images.shape[0]
-    part_size = max(1, min(size, _part_size(images, J, L)))
-    looped = size // part_size * part_size
-    # The loop takes equal parts. Padding the last one computes unused features.
-    parts = images[:looped].reshape(-1, part_size, *images.shape[1:])
+    count = images.shape[0]
+    part_size = max(1, min(count, _part_size(images, J, L)))
+    # The loop takes equal parts. The remaining images are a part of their own, because padding
+    # computes unused features.
+    in_loop = count // part_size * part_size
+    parts = images[:in_loop].reshape(-1, part_size, *images.shape[1:])
     features = jax.lax.map(lambda part: _cascade(part, J, L), parts)
-    features = features.reshape(looped, *features.shape[2:])
-    if looped == size:
+    features = features.reshape(in_loop, *features.shape[2:])
+    if in_loop == count:
         return features
-    rest = _cascade(images[looped:], J, L)
+    rest = _cascade(images[in_loop:], J, L)
     return jnp.concatenate([features, rest])
 
 
@@ -83,24 +84,30 @@ def _part_size(images: Array, J: int, L: int) -> int:
     pixels = padded_size(height, J) * padded_size(width, J)
     # The largest intermediate: both parts of all angles of one scale, and of both orders.
     spectra = 2 * images.dtype.itemsize * channels * pixels * L * max(1.0, L / 4)
-    capacity = 2**23 if jax.default_backend() == "cpu" else 2**30
+    capacity = 2**30  # in bytes
+    if jax.default_backend() == "cpu":
+        capacity = 2**23
     return 2 ** max(0, int(math.log2(capacity / spectra)))
 
 
 def _cascade(images: Array, J: int, L: int) -> Array:
-    """All paths of one part of the images, from pixels to features."""
-    # With rows first and columns last, transforms are products with matrices on either side.
-    field = _field(images, J)
+    """The features of one part of the images: all paths of order 0, 1 and 2.
+
+    A path is a choice of wavelets. Arrays are ``[rows, images, paths, columns]``, where each
+    channel is an image, so transforms are products with matrices on either side.
+    """
+    field = _field(images, J)  # without the axis of paths
     bank = filter_bank(field.shape[0], field.shape[-1], J, L)
-    orders = [_average(field, bank, 0)[:, :, None]]
-    spectrum = spectrum_of(field, 2 ** (J - 1))
-    moduli_by_scale = [_response(spectrum, bank, j, 0) for j in range(J)]
-    orders += [_average(first, bank, j) for j, first in enumerate(moduli_by_scale)]
+    spectrum = spectrum_of(field, 2 ** (J - 1))  # blocks for the coarsest scale, which folds most
+    first_order = [_response(spectrum, bank, j, 0) for j in range(J)]
+    averages = [_average(field, bank, 0)[:, :, None]]
+    averages += [_average(modulus, bank, j) for j, modulus in enumerate(first_order)]
     # A modulus is smoother than its field, so only coarser wavelets respond to it.
-    orders += [_second_order(first, bank, j) for j, first in enumerate(moduli_by_scale[:-1])]
-    features = jnp.concatenate(orders, axis=2)
+    averages += [_second_order(modulus, bank, j) for j, modulus in enumerate(first_order[:-1])]
+    features = jnp.concatenate(averages, axis=2)
     height, _, _, width = features.shape
-    features = features.reshape(height, images.shape[0], -1, width)  # paths join channels
+    # Each image gets the paths of its first channel, then of the second, and so on.
+    features = features.reshape(height, images.shape[0], -1, width)
     return features.transpose(1, 0, 3, 2)
 
 
@@ -108,9 +115,12 @@ def _second_order(first: Array, bank: Bank, j: int) -> Float[Array, "rows images
     """The averaged moduli of all coarser wavelets, applied to the first order's at scale ``j``."""
     J = len(bank.wavelets)
     spectrum = spectrum_of(first, 2 ** (J - 1 - j))
-    orders = [_average(_response(spectrum, bank, k, j), bank, k) for k in range(j + 1, J)]
-    rows, images, *_, columns = orders[0].shape
-    return jnp.concatenate(orders, axis=3).reshape(rows, images, -1, columns)
+    averages = []
+    for k in range(j + 1, J):
+        second = _response(spectrum, bank, k, j)
+        averages.append(_average(second, bank, k))
+    rows, images, *_, columns = averages[0].shape
+    return jnp.concatenate(averages, axis=3).reshape(rows, images, -1, columns)
 
 
 def _response(
@@ -119,8 +129,8 @@ def _response(
     """The moduli of all wavelets of scale ``j``; the field was halved ``resolution`` times."""
     blocks = 2 ** (len(bank.wavelets) - 1 - resolution)
     step = 2 ** (j - resolution)
-    passed = filtered(spectrum, coarsen(bank.wavelets[j], resolution), step, blocks)
-    return moduli(passed, blocks // step)
+    wavelets = coarsen(bank.wavelets[j], resolution)
+    return moduli(filtered(spectrum, wavelets, step, blocks), blocks // step)
 
 
 def _average(field: Array, bank: Bank, resolution: int) -> Array:
@@ -136,9 +146,8 @@ def _field(images: Array, J: int) -> Float[Array, "rows images columns"]:
     batch, height, width, channels = images.shape
     rows = _reflected(height, J)
     columns = _reflected(width, J)
-    images = images[:, rows[mirrored(len(rows))]]
-    images = images[:, :, columns]
-    return images.transpose(1, 0, 3, 2).reshape(len(rows), batch * channels, len(columns))
+    padded = images[:, rows[mirrored(len(rows))]][:, :, columns]
+    return padded.transpose(1, 0, 3, 2).reshape(len(rows), batch * channels, len(columns))
 
 
 def _reflected(size: int, J: int) -> np.ndarray:

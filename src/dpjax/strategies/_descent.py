@@ -18,12 +18,13 @@ _PAIRS = 20
 
 
 def minimum(objective: Objective, x: np.ndarray) -> np.ndarray:
-    """The minimum of a value with a gradient; the value is infinite outside the domain.
+    """The minimum of ``objective(x) -> (value, gradient)``, from a start x.
 
-    SciPy's optimizers are not used, because their threaded BLAS costs more than these objectives.
+    The value is infinite outside the domain. SciPy's optimizers are not used, because their
+    threaded BLAS costs more than these objectives.
     """
     value, gradient = objective(x)
-    pairs: Pairs = []
+    pairs: Pairs = []  # of the last moves and the changes of the gradient that they made
     for _ in range(_ITERATIONS):
         direction = -_times_inverse_hessian(gradient, pairs)
         slope = float(gradient @ direction)
@@ -31,6 +32,7 @@ def minimum(objective: Objective, x: np.ndarray) -> np.ndarray:
             break
         length = 1.0
         if not pairs:
+            # No curvature is known yet, so the first move is short.
             length = min(1.0, 0.1 / float(np.max(np.abs(direction))))
         while True:
             next_value, next_gradient = objective(x + length * direction)
@@ -43,17 +45,25 @@ def minimum(objective: Objective, x: np.ndarray) -> np.ndarray:
             break
         move = length * direction
         change = next_gradient - gradient
-        if move @ change > 0:
+        if move @ change > 0:  # otherwise the estimated Hessian is not positive
             pairs = [*pairs[1 - _PAIRS :], (move, change)]
         x = x + move
-        value, gradient = next_value, next_gradient
+        value = next_value
+        gradient = next_gradient
     return x
 
 
 def _times_inverse_hessian(gradient: np.ndarray, pairs: Pairs) -> np.ndarray:
-    """The gradient times the inverse Hessian that the pairs suggest (two-loop recursion)."""
-    direction = gradient.copy()
-    shares = []
+    r"""The gradient times the inverse Hessian that the pairs suggest: the two-loop recursion.
+
+    With moves $s$ and changes $y$, newest first, $\alpha = s^\top q / s^\top y$ and
+    $q \leftarrow q - \alpha y$. Then $q$ is scaled, and oldest first
+    $q \leftarrow q + (\alpha - y^\top q / s^\top y) s$.
+
+    Reference: Nocedal and Wright, "Numerical Optimization", 2006, algorithm 7.4.
+    """
+    direction = gradient.copy()  # q
+    shares = []  # alpha
     for move, change in reversed(pairs):
         share = (move @ direction) / (move @ change)
         direction -= share * change

@@ -7,7 +7,10 @@ sums of powers, and sums of their squares are geometric sums. So one evaluation 
 of differences between powers close to 1.
 
 Gradients come from steps in imaginary directions: $f(x + i h) \approx f(x) + i h f'(x)$ has no
-cancellation, so h can be tiny and the derivative is exact.
+cancellation, so h can be tiny and the derivative is exact. All functions compute one value for each
+direction, so they take a row of rates for each.
+
+A geometric sum is $\sum_{\tau = 0}^{n-1} e^{-\tau \rho} = (e^{-n \rho} - 1) / (e^{-\rho} - 1)$.
 """
 
 from __future__ import annotations
@@ -22,7 +25,6 @@ from dpjax.strategies._series import Series
 from dpjax.strategies._workload import Workload
 from dpjax.strategies.participation import Participation
 
-# One row of rates for each direction in which the gradient is taken.
 Rates = Complex[np.ndarray, "directions rates"]
 Values = Complex[np.ndarray, " directions"]
 
@@ -32,52 +34,63 @@ _TINY = 1e-30
 def least_error(
     steps: int, buffers: int, participation: Participation, workload: Workload, error: str
 ) -> tuple[Series, Series]:
-    """Scales and decays of the buffered Toeplitz matrix of least error."""
+    """Scales and decays of the buffered Toeplitz matrix of least error.
+
+    The search is over a number for each pole and each zero, the log of the gap between neighbouring
+    rates.
+    """
+    # The rows of x + directions: in row i, number i has a tiny imaginary part.
     directions = 1j * _TINY * np.eye(2 * buffers)
 
-    def unpacked(x: np.ndarray) -> tuple[Rates, Rates]:
-        # The rates are prefix sums of exponentials, so poles and zeros interlace for any x. The
-        # least gap keeps digits in the differences of powers that nearly merge.
-        gaps = np.exp(x) + 1e-6 / steps
-        rates = np.cumsum(gaps, axis=1)
-        poles = rates[:, 0::2]
-        zeros = rates[:, 1::2]
-        return poles, zeros
-
     def objective(x: np.ndarray) -> tuple[float, np.ndarray]:
+        """The log of variance times squared sensitivity, and its gradient."""
         # At a rate of 40 a power is 0 after one step, and products of its reciprocal overflow.
         if np.max(x) > 4 or np.sum(np.exp(x)) > 40:
             return math.inf, x
-        poles, zeros = unpacked(x + directions)
+        poles, zeros = _poles_and_zeros(x + directions, steps)
         values = np.log(variance(poles, zeros, steps, workload, error))
         values += np.log(squared_sensitivity(poles, zeros, steps, participation))
         return float(values[0].real), np.imag(values) / _TINY
 
     minima = []
-    for slowest in (3.0 / steps, 0.3 / steps):
+    for slowest in (3.0 / steps, 0.3 / steps):  # two starts; the better end counts
         rates = np.geomspace(min(slowest, 0.1), 1.5, 2 * buffers)
         gaps = np.diff(rates, prepend=0.0)
         minima.append(_descent.minimum(objective, np.log(gaps)))
     best = min(minima, key=lambda x: objective(x)[0])
-    poles, zeros = unpacked(best[None])
+    poles, zeros = _poles_and_zeros(best[None], steps)
     decays = np.exp(-poles)
+    # With residues A, c_k is the sum of A_i lambda_i^k, so a scale is A_i lambda_i.
     scales = _residues(poles, zeros) * decays
     return scales[0], decays[0]
 
 
+def _poles_and_zeros(logs_of_gaps: np.ndarray, steps: int) -> tuple[Rates, Rates]:
+    """Rates that interlace for any numbers: a pole, then a zero, and so on."""
+    # The least gap keeps digits in the differences of powers that nearly merge.
+    gaps = np.exp(logs_of_gaps) + 1e-6 / steps
+    rates = np.cumsum(gaps, axis=1)
+    return rates[:, 0::2], rates[:, 1::2]
+
+
 def variance(poles: Rates, zeros: Rates, steps: int, workload: Workload, error: str) -> Values:
-    r"""The mean or last variance of W / c: powers of 1, of the momentum, and of the zeros."""
-    constant = [0.0]
+    r"""The mean or last variance of W / c, a series of powers with weights $w_i$.
+
+    The powers $p_i = e^{-\rho_i}$ are 1, the momentum and the zeros. Row t has the squared norm
+    $\sum_{ij} w_i w_j \sum_{\tau \le t} (p_i p_j)^\tau$.
+    """
+    constant_rates = [0.0]
     if workload.momentum:
-        constant.append(-math.log(workload.momentum))
-    constants = np.tile(constant, (len(zeros), 1))
+        constant_rates.append(-math.log(workload.momentum))
+    constants = np.tile(constant_rates, (len(zeros), 1))
     rates = np.concatenate([constants, zeros], axis=1)
     weights = _residues(rates, poles)
-    pairs = rates[:, :, None] + rates[:, None]
+    pairs = rates[:, :, None] + rates[:, None]  # the rate of each product of two powers
     # The pair of 1 with itself has no geometric sum; its entry of `sums` is set below.
     pairs[:, 0, 0] = 1.0
     sums = np.expm1(-pairs * steps) / np.expm1(-pairs)
     if error == "mean":
+        # The mean over rows of their geometric sums.
         sums = (steps - np.exp(-pairs) * sums) / -np.expm1(-pairs) / steps
         sums[:, 0, 0] = (steps + 1) / 2
     else:
@@ -91,18 +104,20 @@ def squared_sensitivity(
 ) -> Values:
     r"""The squared norm of C times the indicator of steps 0, b, 2b, ...
 
-    $\tau$ steps after the m-th, each power contributes $A_i \lambda_i^\tau U_{im}$ with
-    $U_{im} = 1 + \lambda_i^b U_{i,m-1}$.
+    Row $m b + \tau$, $\tau$ steps after the m-th step of the pattern, has for each power
+    $\lambda_i$ with weight $A_i$ the term $A_i \lambda_i^\tau U_{im}$, where
+    $U_{im} = 1 + \lambda_i^b U_{i,m-1}$ collects the steps so far. At $\tau = 0$ the last step
+    itself contributes 1, the first coefficient of c, in place of $\sum_i A_i$.
     """
-    apart = participation.separation
+    apart = participation.separation  # b
     most = participation.within(steps)
-    weights = _residues(poles, zeros)
-    pairs = poles[:, :, None] + poles[:, None]
+    weights = _residues(poles, zeros)  # A
+    pairs = poles[:, :, None] + poles[:, None]  # the rate of each product of two powers
     decays = np.exp(-apart * poles[:, None] * np.arange(most)[:, None])
-    collected = np.cumsum(decays, axis=1)  # U
+    collected = np.cumsum(decays, axis=1)  # U: [directions, steps of the pattern, poles]
 
-    def after(collected: np.ndarray, length: int) -> Values:
-        """The squared norm of the rows after a step of the pattern, up to ``length`` in all."""
+    def between(collected: np.ndarray, length: int) -> Values:
+        """The squared norm of the rows 1 to ``length - 1`` after each of some steps."""
         sums = np.exp(-pairs) * np.expm1(-pairs * (length - 1)) / np.expm1(-pairs)
         weighted = weights[:, None] * collected
         products = np.swapaxes(weighted, 1, 2) @ weighted
@@ -110,8 +125,9 @@ def squared_sensitivity(
 
     at_steps = 1 + np.sum(weights[:, None] * (collected - 1), axis=2)
     total = np.sum(at_steps**2, axis=1)
-    total += after(collected[:, :-1], apart)
-    total += after(collected[:, -1:], steps - (most - 1) * apart)
+    total += between(collected[:, :-1], apart)
+    # After the last step of the pattern come all steps that are left.
+    total += between(collected[:, -1:], steps - (most - 1) * apart)
     return total
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""The search for Toeplitz strategies of least error: objectives on series, with their gradients.
 
-The objective is $\log E(r) + \log S(c)$ with $r = 1 / c$: the mean or the last variance of the
-workload, and the squared sensitivity of the pattern 0, b, 2b, ..., in linear time and memory.
+The objective is $\log E(r) + \log S(c)$ with $r = 1 / c$: E is the mean or the last variance of the
+workload, and S the squared sensitivity of the pattern 0, b, 2b, ..., in linear time and memory. A
+*column* is the first column of the matrix C, the coefficients of the series c.
 """
 
 from __future__ import annotations
@@ -21,20 +22,22 @@ Valued = tuple[float, Series]
 
 
 def variance(steps: int, workload: Workload, error: str) -> Callable[[Series], Valued]:
-    r"""The mean or maximal variance of the workload as a function of 1 / c, with its gradient.
+    r"""The mean or maximal variance of the workload as a function of r = 1 / c, with its gradient.
 
-    With learning rates the mean variance is a quadratic form in the averaged noise series, with
-    $Q_{uv} = \sum_{j \ge \max(u, v)} \eta_j \eta_{j - |u - v|} (T - j) / T$.
+    Each is a quadratic form $e^\top Q e$ in a series $e$ that is linear in r. Without learning
+    rates $e$ are the errors $W / c$, and Q is diagonal: error j occurs in all rows from j on, and
+    in the last row once. With learning rates $\eta$, $e$ is the noise after momentum, and
+
+    $$ Q_{uv} = \sum_{j \ge \max(u, v)} \eta_j \eta_{j - |u - v|} (T - j) / T. $$
     """
-    averaging = np.array([1.0, -workload.momentum])
+    averaging = np.array([1.0, -workload.momentum])  # momentum divides by 1 - beta x
     remaining = (steps - np.arange(steps)) / steps
     if workload.rates is not None:
         denominator = averaging
         form = _quadratic_form(np.asarray(workload.rates), remaining)
     else:
+        # The denominator 1 - x makes prefix sums.
         denominator = np.convolve([1.0, -1.0], averaging)
-        # Entry j of the error series occurs in all rows from j on, and in the last row once. So the
-        # form is diagonal.
         form = remaining if error == "mean" else np.ones(steps)
 
     def value(inverse: Series) -> Valued:
@@ -65,13 +68,15 @@ def _quadratic_form(rates: Series, remaining: Series) -> Matrix:
 
 
 def first_pattern(coefficients: Series, participation: Participation) -> Series:
-    """C times the indicator of steps 0, b, 2b, ..."""
+    r"""C times the indicator of steps 0, b, 2b, ...: row t is $c_t + c_{t-b} + \dots$."""
     steps = coefficients.size
     apart = participation.separation
     most = participation.within(steps)
     rows = -(-steps // apart)
     padded = np.pad(coefficients, (0, rows * apart - steps))
+    # Rows of a table follow each other by b steps.
     sums = np.cumsum(padded.reshape(rows, apart), axis=0)
+    # The pattern has ``most`` steps: older coefficients leave the sum.
     sums[most:] -= sums[:-most].copy()
     return sums.reshape(-1)[:steps]
 
@@ -91,15 +96,18 @@ def banded_coefficients(
     variance_of = variance(steps, workload, error)
 
     def objective(column: Series) -> Valued:
+        """The log of variance times squared sensitivity, and its gradient by the column."""
         inverse = _series.reciprocal(column, steps)
         squared_error, by_inverse = variance_of(inverse)
+        # The chain rule through r = 1 / c, whose differential is -r * dc / c.
         solved = _transposed_filter(column, by_inverse)
-        by_error = -_series.correlated(solved, inverse, bands)
+        by_column = -_series.correlated(solved, inverse, bands)
         padded = np.pad(column, (0, steps - bands))
-        squared, by_squared = squared_sensitivity(padded, participation)
-        gradient = by_error / squared_error + by_squared[:bands] / squared
+        squared, squared_by_column = squared_sensitivity(padded, participation)
+        gradient = by_column / squared_error + squared_by_column[:bands] / squared
         return math.log(squared_error * squared), gradient
 
+    # The start is the square root of the workload 1 / ((1 - x) (1 - momentum x)), cut off.
     root = _series.square_root(bands)
     start = _series.product(root, root * workload.momentum ** np.arange(bands), bands)
     start = start / start[0]

@@ -60,11 +60,17 @@ def toeplitz_squares(
 
     While scales and rates are constant, row t holds the first coefficients of one series in
     reverse, and its squared norm is a prefix sum. Each later row is computed from the row before.
+
+    Args:
+      inverse: The first column of $C^{-1}$.
+      scales: The diagonal of D; None for ones.
+      workload: W.
     """
     steps = inverse.size
     if scales is None:
         scales = np.ones(steps)
     rates = np.ones(steps) if workload.rates is None else np.asarray(workload.rates)
+    # The series of the momentum, and of the parameters, at the first scale and rate.
     averaged = scales[0] * _series.filtered([1.0], [1.0, -workload.momentum], inverse)
     summed = rates[0] * np.cumsum(averaged)
     squares = np.cumsum(summed**2)
@@ -72,13 +78,15 @@ def toeplitz_squares(
     if not changed.size:
         return squares
     start = int(changed[0])
-    # Rows are stored in reverse: position i always belongs to the normal numbers of step i.
+    # Rows are stored in reverse: position i always belongs to the normal numbers of step i. They
+    # begin as row start - 1.
     averaged_row = np.zeros(steps)
     averaged_row[:start] = averaged[:start][::-1]
     summed_row = np.zeros(steps)
     summed_row[:start] = summed[:start][::-1]
     reversed_inverse = inverse[::-1].copy()
     for t in range(start, steps):
+        # The momentum m_t = beta m_{t-1} + (noise of step t), and the parameters + eta_t m_t.
         averaged_row[: t + 1] *= workload.momentum
         averaged_row[: t + 1] += scales[t] * reversed_inverse[steps - 1 - t :]
         summed_row[: t + 1] += rates[t] * averaged_row[: t + 1]

@@ -84,7 +84,7 @@ def sensitivity(strategy: Strategy, participation: Participation) -> float:
 def _squared_bounds(strategy: Strategy, participation: Participation) -> Iterator[float]:
     """Bounds on the squared sensitivity, where the columns of a pattern overlap."""
     coefficients = strategy.coefficients
-    if coefficients is not None:
+    if coefficients is not None:  # C is Toeplitz
         column = np.pad(coefficients, (0, strategy.steps - coefficients.size))
         # The least decreasing sequence above the magnitudes; the column itself if it decreases.
         decreasing = np.maximum.accumulate(np.abs(column)[::-1])[::-1]
@@ -99,12 +99,16 @@ def _squared_bounds(strategy: Strategy, participation: Participation) -> Iterato
 def _largest_sum(
     values: Float[np.ndarray, "*rows steps"], participation: Participation
 ) -> Float[np.ndarray, "*rows"]:
-    """The largest sum of each row's values at the steps of a pattern, by dynamic programming."""
+    """The largest sum of each row's values at the steps of a pattern, by dynamic programming.
+
+    The values are not negative.
+    """
     steps = values.shape[-1]
     # A step joins patterns that end at least the separation before it.
     joins = np.maximum(np.arange(steps) + 1 - participation.separation, 0)
     none = np.zeros((*values.shape[:-1], 1))
-    best = np.zeros((*values.shape[:-1], steps + 1))  # over patterns that end before each step
+    # The largest sum over patterns that end before each step; each round adds a step to patterns.
+    best = np.zeros((*values.shape[:-1], steps + 1))
     for _ in range(participation.within(steps)):
         ending = np.maximum.accumulate(best[..., joins] + values, axis=-1)
         best = np.concatenate([none, ending], axis=-1)
@@ -124,14 +128,18 @@ def of_products(gram: Matrix, participation: Participation) -> float:
 
 
 def of_bands(diagonals: list[np.ndarray], participation: Participation) -> float:
-    """`of_products` where only columns less than ``len(diagonals)`` steps apart overlap."""
+    """`of_products` where only columns less than ``len(diagonals)`` steps apart overlap.
+
+    ``diagonals[d][i]`` is the magnitude of the product of columns i and i + d.
+    """
     apart = participation.separation
     if participation.even:
         return _largest_cycle(diagonals[::apart], participation)
     squares = diagonals[0]
     steps = len(squares)
     last = len(diagonals) - 1
-    others = np.zeros((steps, 2 * last + 1))  # products of each step with the steps around it
+    # The products of each step with the steps around it, from ``last`` before to ``last`` after.
+    others = np.zeros((steps, 2 * last + 1))
     for distance in range(apart, len(diagonals)):
         others[: steps - distance, last + distance] = diagonals[distance]
         others[distance:, last - distance] = diagonals[distance]
@@ -143,7 +151,11 @@ def _row_bounds(
     others: Float[np.ndarray, "steps around"],
     participation: Participation,
 ) -> float:
-    """Bounds a step's share of the sum by its row, and then chooses the steps."""
+    """Bounds the sum over a pattern: first the share of each step, then of the chosen steps.
+
+    The share of a step is its square and its products with other steps of the pattern, which are
+    chosen for each step separately.
+    """
     most = participation.within(len(squares))
     fewer = Participation(separation=participation.separation, most=most - 1)
     shares = squares + _largest_sum(others, fewer)
@@ -151,15 +163,16 @@ def _row_bounds(
 
 
 def _largest_cycle(diagonals: Sequence[np.ndarray], participation: Participation) -> float:
-    """The largest sum over evenly spaced steps.
+    """The largest sum over evenly spaced steps i, i + b, i + 2b, ...
 
-    Only the longest patterns count, because products are magnitudes.
+    ``diagonals[k]`` has the magnitudes of products of steps that are k b apart. Only the longest
+    patterns count, because magnitudes are not negative.
     """
     steps = len(diagonals[0])
-    apart = participation.separation
+    apart = participation.separation  # b
     most = participation.within(steps)
-    longest = -(-steps // apart)
-    sums = np.zeros((longest - most + 1, apart))
+    longest = -(-steps // apart)  # the number of steps in a whole cycle
+    sums = np.zeros((longest - most + 1, apart))  # by the first step of the pattern
     for distance, products in enumerate(diagonals[:most]):
         # Each column holds the steps of one cycle, and a pattern is a window of it.
         padded = np.pad(products, (0, longest * apart - len(products)))

@@ -70,7 +70,11 @@ class Toeplitz(Strategy):
             yield of_bands(self._products(), participation)
 
     def _products(self) -> list[np.ndarray]:
-        """The magnitudes of $(C^T C)_{i,i+d}$ for all distances d at which columns overlap."""
+        """The magnitudes of $(C^T C)_{i,i+d}$ for all distances d at which columns overlap.
+
+        Item d has a number for each i. It is a sum of products of coefficients over the rows that
+        both columns have.
+        """
         steps = self.steps
         values = np.asarray(self.values)
         # The number of terms in each column: the end of the run cuts off the last ones.
@@ -91,12 +95,16 @@ class Toeplitz(Strategy):
         return diagonals
 
     def _next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
-        r"""Row t of $T x = z$, solved for $x_t$: $x_t = (z_t - \sum_k c_k x_{t-k}) / c_0$."""
+        r"""Row t of $T x = z$, solved for $x_t$: $x_t = (z_t - \sum_k c_k x_{t-k}) / c_0$.
+
+        The memory of a leaf is a ring of its last ``size`` noises $x$, in an order that rotates.
+        With normalized columns the noise is $D x$.
+        """
         size = self.remembers
-        values = jnp.asarray(self.values, jnp.float32)
+        values = jnp.asarray(self.values, jnp.float32)  # c
         scale = _streams.sound(step, self.steps)
         if self.normalized:
-            norms = jnp.sqrt(jnp.cumsum(values**2))
+            norms = jnp.sqrt(jnp.cumsum(values**2))  # of columns with 1, 2, ... terms
             # The column of step t ends with the run, after steps - t terms.
             scale = scale * norms[jnp.clip(self.steps - 1 - jnp.asarray(step), 0, size)]
         weights = values[_streams.ages(step, size)] if size else values[1:]
@@ -150,9 +158,9 @@ class InverseToeplitz(Strategy):
         return _series.reciprocal(np.array(self.values), self.steps)
 
     def _next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
-        r"""$\sum_k d_k z_{t-k}$."""
+        r"""$\sum_k d_k z_{t-k}$; the memory is a ring of the last ``size`` normal numbers $z$."""
         size = self.remembers
-        values = jnp.asarray(self.values, jnp.float32)
+        values = jnp.asarray(self.values, jnp.float32)  # d
         scale = _streams.sound(step, self.steps)
         weights = values[_streams.ages(step, size)] if size else values[1:]
 

@@ -7,6 +7,8 @@ and $C^{-1} Z$ has the same distribution for the lower-triangular $C$ with $C^T 
 recursion over the tree gives its rows in logarithmic time and memory.
 
 In a node, noise sums have the variance $V = 1 / (1 + 1 / (V_{left} + V_{right}))$; a leaf has 1.
+Node ``n`` of level ``l``, counted from the leaves, holds the steps ``n << l`` to
+``((n + 1) << l) - 1``; a right sibling has an odd number.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class Tree(Strategy):
             c[t, t] = math.sqrt(precision)
             for level in range(self.remembers):
                 node = t >> level
-                if node & 1:  # a right sibling
+                if node & 1:
+                    # The steps of the left sibling share a weight.
                     first = (node - 1) << level
                     end = first + (1 << level)
                     c[t, first:end] = -weights[level] * c[t, t]
@@ -82,12 +85,17 @@ class Tree(Strategy):
         yield float(sum(most * participation.within(size) for size in sizes))
 
     def _next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
-        """The noise of a leaf, given the sums of the left siblings above it."""
+        """The noise of a step, given the noise sums of the left siblings above it.
+
+        The memory of a leaf of the parameters has a sum for each level.
+        """
         levels = self.remembers
         step = jnp.asarray(step)
         weights, precision = self._weights(step, jnp)
         sound = _streams.sound(step, self.steps)
-        # A step ends the nodes on as many levels as its number has trailing ones.
+        # A step ends a node on as many levels above it as its number has trailing ones. The largest
+        # of these nodes is a left sibling, whose sum is kept in the slot of its level: this noise
+        # plus the sums of the left siblings within it.
         ended = jnp.cumprod((step >> np.arange(levels)) & 1)
         slot = jnp.sum(ended)
 
@@ -115,24 +123,32 @@ class Tree(Strategy):
         return np.array(full), np.array(last)
 
     def _weights(self, step: Any, numpy: Any) -> tuple[Any, Any]:
-        """The mean of a leaf's noise as weights of the left siblings' sums, and its precision."""
+        """The mean of a step's noise as weights of the left siblings' sums, and its precision.
+
+        ``numpy`` is NumPy, or `jax.numpy` for a traced step. The loop goes from the root down. It
+        conditions the sum of the node that holds the step on all steps before, which are in the
+        sums of left siblings.
+        """
         full, last = self._variances()
         weights: list[Any] = [0.0] * self.remembers
-        precision: Any = 1.0  # of a node's sum, given the steps before; from the root down
+        precision: Any = 1.0  # of the root's sum
         for level in reversed(range(self.remembers)):
             node = step >> level
             is_right = node & 1
-            end = (self.steps - 1) >> level
-            right_sibling = numpy.where(
-                node + 1 < end, full[level], last[level] * (node + 1 == end)
+            last_node = (self.steps - 1) >> level
+            # The node to the right is full, or the last one, or after the run.
+            variance_of_right = numpy.where(
+                node + 1 < last_node, full[level], last[level] * (node + 1 == last_node)
             )
-            # The steps of a right sibling are still free, those under a left one are known.
-            sibling = numpy.where(is_right, 0.0, right_sibling)
-            free = precision / (1 + precision * sibling)
-            shrunk = free / (free + 1)
-            weights = [weight * shrunk for weight in weights]
-            weights[level] = -shrunk * is_right
-            precision = free + 1
+            # The steps of a right sibling are still free, the steps of a left one are known.
+            sibling_variance = numpy.where(is_right, 0.0, variance_of_right)
+            # The node's sum is the parent's sum minus the sibling's.
+            from_parent = precision / (1 + precision * sibling_variance)
+            # The node's own row in H adds the precision 1 to its sum.
+            share = from_parent / (from_parent + 1)
+            weights = [weight * share for weight in weights]
+            weights[level] = -share * is_right
+            precision = from_parent + 1
         dtype = np.float64 if numpy is np else np.float32
         return numpy.asarray(weights, dtype=dtype), precision
 

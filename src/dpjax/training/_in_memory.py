@@ -26,7 +26,11 @@ _MOST = 512
 
 
 class InMemory:
-    """Steps on data in device memory; ``shared`` as for `assemble`."""
+    """Steps on data in device memory.
+
+    ``home`` maps parameters to the mesh of the run. ``shared`` are arrays that the loss takes after
+    the example, or None.
+    """
 
     def __init__(self, recipe: Recipe, data: PyTree, home: Home, shared: PyTree) -> None:
         self._home = home
@@ -45,14 +49,15 @@ class InMemory:
         self._compiled = functools.lru_cache(maxsize=4)(compiled)
 
     def run(self, state: State, count: int) -> tuple[State, Seen]:
-        """The state after ``count`` more steps, and their sums; it donates ``state``."""
-        leaves, structure = jax.tree.flatten(state)
+        """The state after ``count`` steps, and their sums ``[count, ...]``; donates ``state``."""
         mesh = self._home(state.params)
-        places = None
-        if mesh is not None:
-            places = tuple(leaf.sharding for leaf in leaves)
-        run_several = self._compiled(places, structure)
         data, shared = self._held_on(mesh)
+        # Shardings and structure of the state are the key of the cache of programs.
+        leaves, structure = jax.tree.flatten(state)
+        shardings = None
+        if mesh is not None:
+            shardings = tuple(leaf.sharding for leaf in leaves)
+        run_several = self._compiled(shardings, structure)
         dispatches = []
         while count > 0:
             # The buffer has a fixed size, so one program serves every count.
@@ -65,25 +70,30 @@ class InMemory:
 
 
 # A function of the module: the cache of a bound method keeps its object, and so the data, alive.
-def _compiled(recipe: Recipe, places: tuple[Any, ...] | None, structure: Any) -> Any:
-    """Compiles several steps of `private_step`, for states with these shardings."""
+def _compiled(recipe: Recipe, shardings: tuple[Any, ...] | None, structure: Any) -> Any:
+    """Compiles several steps of `private_step`, for states of this structure.
+
+    ``shardings`` has one for each leaf of the state, or is None on a single device.
+    """
 
     def several(
         state: State, data: PyTree, shared: PyTree, count: Int[Array, ""]
     ) -> tuple[State, Seen]:
+        # Row i of the buffer holds the sums of step i.
+        zero = nothing_seen(recipe.mechanism)
+        buffer = jax.tree.map(lambda x: jnp.zeros((_MOST, *x.shape), x.dtype), zero)
+
+        def body(i: Int[Array, ""], carry: tuple[State, Any]) -> tuple[State, Any]:
+            state, buffer = carry
+            state, seen = private_step(recipe, data, state, shared)
+            return state, jax.tree.map(lambda rows, row: rows.at[i].set(row), buffer, seen)
+
         # The trip count is an argument of the loop. So no number of steps compiles a new program,
         # and a run has the same bits however it is divided into dispatches.
-        def body(i: Int[Array, ""], carry: tuple[State, Any]) -> tuple[State, Any]:
-            state, seen = carry
-            state, last = private_step(recipe, data, state, shared)
-            return state, jax.tree.map(lambda all_, this: all_.at[i].set(this), seen, last)
+        return jax.lax.fori_loop(0, count, body, (state, buffer))
 
-        zero = nothing_seen(recipe.mechanism)
-        seen = jax.tree.map(lambda x: jnp.zeros((_MOST, *x.shape), x.dtype), zero)
-        return jax.lax.fori_loop(0, count, body, (state, seen))
-
-    if places is None:
+    if shardings is None:
         return jax.jit(several, donate_argnums=0)
     # A state keeps its shardings, so the next dispatch finds the same program.
-    shardings = structure.unflatten(places)
-    return jax.jit(several, donate_argnums=0, out_shardings=(shardings, None))
+    of_state = structure.unflatten(shardings)
+    return jax.jit(several, donate_argnums=0, out_shardings=(of_state, None))

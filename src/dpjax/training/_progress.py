@@ -29,7 +29,7 @@ class Progress:
         self,
         begin: int,
         end: int,
-        most: float,
+        largest_epsilon: float,
         *,
         unit: str = "example",
         show: bool | Follow = True,
@@ -37,22 +37,25 @@ class Progress:
     ) -> None:
         is_first = processes.first_process()
         self.stream = stream or sys.stderr
-        self.follow = show if is_first and callable(show) else None
-        self.enabled = is_first and bool(show) and not callable(show)
+        # The first process gives rows to a function of the caller, or writes lines.
+        self.follow: Follow | None = None
+        if is_first and callable(show):
+            self.follow = show
+        self.enabled = is_first and bool(show) and self.follow is None
         self.end = end
-        self.most = most
+        self.largest_epsilon = largest_epsilon
         self.units = f"{unit}s"
         # A live line overwrites itself, which only a terminal can show.
         self.live = self.enabled and self.stream.isatty()
         self.step = begin
-        self.shown = 0.0  # when the line was last drawn
-        self.began = 0.0  # when the dispatch began
+        self.shown = 0.0  # the time at which the line was last drawn, in seconds
+        self.began = 0.0  # the time at which the dispatch began
         # The time at which the first dispatch ended, and its step. This dispatch compiled.
         self.first: tuple[float, int] | None = None
         # Steps and seconds of dispatches since the last row, without compilation and evaluation.
         self.steps = 0
         self.seconds = 0.0
-        self.pieces: list[str] = []
+        self.pieces: list[str] = []  # the numbers of the last row, as the line shows them
 
     def say(self, words: str) -> None:
         """Shows a sentence in a line of its own, also where a function gets the rows."""
@@ -92,11 +95,13 @@ class Progress:
             return
         row = rows[-1]
         per_second = f"{self.units}_per_second"
-        fields = {name: value for name, value in row.items() if name not in {*_QUIET, per_second}}
+        hidden = {*_QUIET, per_second}
+        fields = {name: value for name, value in row.items() if name not in hidden}
         fields["private loss"] = row.get("private", {}).get("loss")
         nll = fields.pop("nll", None)
         # Rounded up, as every claim is: the line must not show less than was spent.
-        self.pieces = [f"epsilon {three_digits(row['epsilon'])} of {three_digits(self.most)}"]
+        epsilon = three_digits(row["epsilon"])
+        self.pieces = [f"epsilon {epsilon} of {three_digits(self.largest_epsilon)}"]
         numbers = {name: value for name, value in fields.items() if isinstance(value, float)}
         self.pieces += [f"{name} {value:.3f}" for name, value in numbers.items()]
         if per_second in row:

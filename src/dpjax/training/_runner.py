@@ -45,6 +45,7 @@ class Terms(NamedTuple):
     delta: float
     method: str
     held_out: HeldOut | None = None
+    settings: str | None = None
 
     def has_row(self, done: int) -> bool:
         """Whether the log has a row of this step."""
@@ -73,10 +74,11 @@ class Run:
         # The ledger grows on the host; the caller may have put the whole state on a device.
         self.state = trees.copy(state)._replace(ledger=jax.device_get(state.ledger))
         self.rows: list[dict[str, Any]] = []
-        self.infos: list[Mapping[str, Any]] = []  # one mapping per dispatch since the last row
+        # The infos of each dispatch since the last row, as lists with one entry for each step.
+        self.infos: list[Mapping[str, Any]] = []
         self.dispatch_size = 1  # in steps
         self.saved_at = time.monotonic()
-        self.board = None
+        self.board = None  # of TensorBoard
         self._warned = False
         if folder is not None:
             self._resume(folder)
@@ -109,6 +111,7 @@ class Run:
             raise Refused(
                 f"fit(directory={str(folder.path)!r}): the run there began with another key=."
             )
+        # The caller may have taken steps since the checkpoint. Then the given state stays.
         if latest.state.ledger.steps >= self.done:
             self.state = with_supplied(latest.state, self.state, self.mechanism)
         self.rows = folder.rows()
@@ -116,6 +119,7 @@ class Run:
         if not self.at_row:
             self.infos = list(facts["seen"])
         # The checkpoint of a step is older than its row, so it does not know of a stop in the row.
+        # A row with a stop has the number of steps that count, which is 0 without one.
         least = counted(self.rows)
         if least > 0 or self.state.ledger.chosen:
             self._end(least)
@@ -134,7 +138,7 @@ class Run:
         self.state = self.state._replace(ledger=spent)
 
     def advance(self, most: int) -> None:
-        """Takes at most ``most`` steps, and about as many as run in a quarter of a second."""
+        """Takes at most ``most`` steps, and about as many as run in `_DISPATCH` seconds."""
         # The first process decides: clocks differ, and all processes take equally many steps.
         count = processes.from_first(lambda: min(most, self.dispatch_size))
         started = time.monotonic()
@@ -162,6 +166,20 @@ class Run:
 
     def release(self, evaluate: Evaluate | None, speed: float) -> None:
         """Releases the last step, whose checkpoint is on disk: its row, then its files."""
+        row = self._next_row(evaluate, speed)
+        self._warn_of_dropped()
+        self.infos = []
+
+        if self.folder is not None:
+            self.folder.write(row)
+        self.rows.append(row)
+        self.write_released()
+        # TensorBoard comes last, so each number that a user saw there is in the log.
+        if self.board is not None:
+            self.board.write(row)
+
+    def _next_row(self, evaluate: Evaluate | None, speed: float) -> dict[str, Any]:
+        """The row of the log for the last step, evaluated; ``speed`` is in steps per second."""
         method = self.terms.method
         per_second = f"{self.mechanism.unit}s_per_second"
         row: dict[str, Any] = {
@@ -178,22 +196,14 @@ class Run:
         if evaluate is not None:
             row |= self._evaluated(evaluate, {*row, *FIELDS, per_second})
         if row.get("stop"):
+            # Results ended the run, so all planned steps count from here on.
             self._end()
             row |= self._cost()
         row["private"] = {**_means(self.infos), **row.get("private", {})}
-        self._warn_of_dropped()
-        self.infos = []
-
-        if self.folder is not None:
-            self.folder.write(row)
-        self.rows.append(row)
-        self.write_released()
-        # TensorBoard comes last, so each number that a user saw there is in the log.
-        if self.board is not None:
-            self.board.write(row)
+        return row
 
     def _evaluated(self, evaluate: Evaluate, names: set[str]) -> dict[str, Any]:
-        """The numbers that ``evaluate`` returns; ``names`` are fields of the log."""
+        """The numbers that ``evaluate`` returns; ``names`` are fields that it must not return."""
         # Users may keep this state: it has buffers of its own, and keys that made no noise.
         answer = evaluate(trees.copy(renewed(self.state, self.mechanism)))
         clashes = sorted((names - {"stop", "private"}) & answer.keys())
@@ -228,6 +238,7 @@ class Run:
                 self.terms.method,
                 last=self.over,
                 held_out=self.terms.held_out,
+                settings=self.terms.settings,
             )
 
     def _warn_of_dropped(self) -> None:
@@ -257,17 +268,19 @@ def _means(infos: list[Mapping[str, Any]]) -> dict[str, Any]:
     """The mean of each field over the steps."""
     if not infos:
         return {}
+    # Each field is an array [steps] or [steps, groups].
     fields = {
         name: np.concatenate([np.asarray(info[name], float) for info in infos]) for name in infos[0]
     }
-    has_draw = fields["examples"] > 0
+    has_examples = fields["examples"] > 0
     means = {}
     for name, values in fields.items():
-        # The loss and the norm of an empty draw are NaN, which the means leave out.
+        # The loss and the norm of an empty draw are NaN, which the means leave out. A NaN from
+        # examples stays, so the mean shows it.
         is_finite = np.isfinite(values.reshape(len(values), -1)).all(axis=1)
-        values = values[has_draw | is_finite]
-        if len(values):
-            means[name] = _plain(np.mean(values, axis=0))
+        averaged = values[has_examples | is_finite]
+        if len(averaged):
+            means[name] = _plain(np.mean(averaged, axis=0))
     return means
 
 

@@ -3,6 +3,9 @@
 
 Draw, microbatches and noise are the same as in `private_step`. All draws of a call follow from keys
 and step numbers, so the host reads the next rows while the device works.
+
+A layout divides each microbatch into shares, one for each device of the batch; a program of
+`layout.on_each` runs on all of them, and its arrays have a leading axis of shares.
 """
 
 from __future__ import annotations
@@ -46,40 +49,39 @@ class Streamed:
         self._held_on = functools.lru_cache(maxsize=1)(held)
 
     def run(self, state: State, count: int) -> tuple[State, Seen]:
-        """Takes steps; see `InMemory.run`."""
+        """The state after ``count`` steps, and their sums ``[count, ...]``; donates ``state``."""
         layout = layout_of(self._recipe, state.params, self._stream.row)
         programs = self._programs_on(layout)
         shared = self._held_on(layout.mesh)
         placement = _Placement(layout)
-        steps, epoch_key = _drawn(programs, state, count, placement.size)
+        draws, epoch_key = _drawn(programs, state, count, placement.size)
 
-        microbatches = itertools.chain.from_iterable(steps)
-        read = self._stream.batches(
-            placement.own_rows(microbatch.indices) for microbatch in microbatches
+        # The stream reads the rows of the next microbatches in its own threads.
+        rows_of_microbatches = self._stream.batches(
+            placement.own_rows(microbatch.indices)
+            for microbatch in itertools.chain.from_iterable(draws)
         )
-        block = layout.microbatches_in_block
         seen = []
-        for step in steps:
+        for draw in draws:
             sums = programs.begin(state)
-            for number, microbatch in enumerate(step, 1):
-                rows, mask = placement(next(read), microbatch.mask)
+            for number, microbatch in enumerate(draw, 1):
+                rows, mask = placement(next(rows_of_microbatches), microbatch.mask)
                 sums = programs.add((state, shared), rows, mask, sums)
                 # A large draw is summed in blocks, to bound the rounding errors; see `Total`.
                 has_blocks = sums.gradients.high is not None
-                if has_blocks and number % block == 0:
+                if has_blocks and number % layout.microbatches_in_block == 0:
                     sums = programs.settle(sums)
-            state, seen_by_step = programs.finish(state, sums)
-            seen.append(seen_by_step)
+            state, seen_in_step = programs.finish(state, sums)
+            seen.append(seen_in_step)
         state = state._replace(epoch_key=epoch_key)
-        seen = jax.device_get(seen)
-        return state, jax.tree.map(lambda *of_steps: np.stack(of_steps), *seen)
+        return state, jax.tree.map(lambda *of_steps: np.stack(of_steps), *jax.device_get(seen))
 
 
 def _drawn(
     programs: Any, state: State, count: int, size: int
 ) -> tuple[list[list[_Microbatch]], Key | None]:
-    """The next draws in microbatches of this size, and the epoch key after them."""
-    steps = []
+    """The draws of ``count`` steps in microbatches of ``size``, and the epoch key after them."""
+    draws = []
     first = int(state.step)
     epoch_key = state.epoch_key
     for step in range(first, first + count):
@@ -87,27 +89,31 @@ def _drawn(
         indices = on_host(draw)
         mask = np.asarray(draw.mask)[: len(indices)]
         starts = range(0, len(indices), size)
-        steps.append([_Microbatch(indices[i : i + size], mask[i : i + size]) for i in starts])
-    return steps, epoch_key
+        draws.append([_Microbatch(indices[i : i + size], mask[i : i + size]) for i in starts])
+    return draws, epoch_key
 
 
 def _programs(recipe: Recipe, layout: Layout) -> types.SimpleNamespace:
-    """The compiled parts of a step on this layout."""
+    """The compiled parts of a step on this layout, in the order in which they run."""
 
     def begin(state: State) -> Sums:
+        """Zeros for each share."""
         zeros = layout.on_each(lambda _, params: no_sums(recipe.mechanism, params, layout))
         return zeros(state.params)
 
     def add(held: tuple[State, PyTree], rows: PyTree, mask: Any, sums: Sums) -> Sums:
-        def share(which: Any, held: Any, rows: PyTree, mask: Any, sums: Sums) -> Sums:
+        """Adds a microbatch: each share its own rows to its own sums."""
+
+        def add_share(_: Any, held: Any, rows: PyTree, mask: Any, sums: Sums) -> Sums:
             state, shared = held
             bound = bound_to(recipe, shared)
-            sums = jax.tree.map(lambda x: x[0], sums)
+            sums = jax.tree.map(lambda x: x[0], sums)  # without the axis of shares
             return add_clipped(bound, state, rows, mask, sums)
 
         state, shared = held
         held = (without_optimizer(state), shared)
-        return layout.on_each(share, split={1, 2, 3})(held, rows, mask, sums)
+        # Every share gets all of `held`, and a part of the other three.
+        return layout.on_each(add_share, split={1, 2, 3})(held, rows, mask, sums)
 
     finish = functools.partial(release, recipe, layout)
     # Only the last program of a step may reuse the state's buffers: all microbatches read them.
@@ -121,11 +127,14 @@ def _programs(recipe: Recipe, layout: Layout) -> types.SimpleNamespace:
 
 
 class _Placement:
-    """Puts microbatches on the devices of a layout; each process reads the rows of its devices."""
+    """Puts microbatches on the devices of a layout; each process reads the rows of its devices.
+
+    A microbatch has ``size`` places. ``places`` are those whose rows this process reads; if there
+    is only one process, these are all, and ``sharding`` is None.
+    """
 
     def __init__(self, layout: Layout) -> None:
         self.size = layout.microbatch_size * layout.shares
-        # The places in a microbatch whose rows this process reads.
         self.places = np.arange(self.size)
         self.sharding: NamedSharding | None = None
         if layout.mesh is not None and layout.mesh.is_multi_process:
@@ -142,7 +151,11 @@ class _Placement:
         return indices[places]
 
     def __call__(self, rows: PyTree, drawn: np.ndarray) -> tuple[PyTree, Any]:
-        """On the devices: the rows that this process read, and the mask of the whole microbatch."""
+        """A microbatch with padding, on the devices: its rows and its mask, ``[size, ...]``.
+
+        ``rows`` are the rows that this process read, and ``drawn`` is the mask of the microbatch
+        without padding.
+        """
         mask = np.zeros((self.size, *drawn.shape[1:]), bool)
         mask[: len(drawn)] = drawn
         count = len(jax.tree.leaves(rows)[0])
@@ -153,7 +166,8 @@ class _Placement:
         sharding = self.sharding
         if sharding is None:
             return rows, mask
-        # Where in the rows of this process each place of the microbatch is.
+        # The row of this process that stands at each place; 0 at the places of other processes,
+        # which no device of this process asks for.
         where = np.zeros(self.size, int)
         where[self.places] = np.arange(len(self.places))
         rows = jax.tree.map(lambda x: _global(x, where, sharding), rows)
@@ -161,7 +175,10 @@ class _Placement:
 
 
 def _global(array: np.ndarray, where: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """The array ``array[where]`` of all processes; each device holds its own rows."""
+    """The sharded array of all processes, ``[len(where), ...]``; each device holds its own rows.
+
+    ``array`` has the rows of this process, and row i of the result is its row ``where[i]``.
+    """
 
     def rows_at(index: Any) -> np.ndarray:
         return array[where[index[0]]]

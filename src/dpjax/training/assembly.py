@@ -88,6 +88,8 @@ class _Assembly:
         self.warned = False
         self.with_shared = bound_to(recipe, self.shared)
         self.stream = isinstance(self.data, Stream)
+        # `row` has the shapes of one row of the data. `home` maps parameters to the mesh of the
+        # run, or to None for a single device.
         if self.stream:
             # Only the first row of a stream is read before the first step, for its shapes.
             self.row = self.data.row
@@ -109,32 +111,42 @@ class _Assembly:
             if self.of_one is not None:
                 loss_of_one, row = self.of_one
                 Traced(loss_of_one).check(params, row, name)
+            # The loss is traced with the shardings of the mesh that the user chose.
             if mesh is not None:
                 params = meshes.placed(params, mesh)
             elif not self.stream:
                 meshes.refuse_explicit(name, "data", self.data)
-            loss = Traced(self.with_shared.loss)
-            example = example_of(self.recipe, self.row)
-            constants = loss.check(params, example, name)
-            check_batch_norm(name, params, self.shared)
-            mechanism = self.mechanism
-            rows = mechanism.sampling.rows or mechanism.sampling.examples
-            warn_of_constants(name, constants, (params, example), self.shared, rows)
+            self._check_loss(params)
+            # Without a mesh of the user, shapes decide on which devices the run lies.
             home = self.home(params)
             if home is not None:
                 params = meshes.placed(params, home)
-            # Index i must be the same example in all processes. Split parameters cannot be sent to
-            # other processes, so they are compared too.
-            processes.require_equal(
-                name,
-                lambda: {
-                    "the data": self.content,
-                    "the parameters": trees.fingerprint(params),
-                    "the mechanism": f"{mechanism.accounted} {mechanism.multipliers.tolist()}",
-                    "the budget": repr(self.budget),
-                },
-            )
+            self._compare_processes(params)
             return _first_state(self.recipe, key, params, home)
+
+    def _check_loss(self, params: PyTree) -> None:
+        """Traces the loss of one example: refuses what is not a scalar, warns of constants."""
+        sampler = self.mechanism.sampling
+        example = example_of(self.recipe, self.row)
+        constants = Traced(self.with_shared.loss).check(params, example, self.name)
+        check_batch_norm(self.name, params, self.shared)
+        rows = sampler.rows or sampler.examples
+        warn_of_constants(self.name, constants, (params, example), self.shared, rows)
+
+    def _compare_processes(self, params: PyTree) -> None:
+        """Raises in all processes if one of them has other data, parameters or settings."""
+        # Index i must be the same example in all processes. Split parameters cannot be sent to
+        # other processes, so they are compared too.
+        mechanism = self.mechanism
+        processes.require_equal(
+            self.name,
+            lambda: {
+                "the data": self.content,
+                "the parameters": trees.fingerprint(params),
+                "the mechanism": f"{mechanism.accounted} {mechanism.multipliers.tolist()}",
+                "the budget": repr(self.budget),
+            },
+        )
 
     def step(self, state: State) -> tuple[State, Any]:
         """One step, which keeps the given state usable, for notebooks; `run` donates it."""
@@ -216,14 +228,16 @@ def _checked_params(name: str, params: PyTree, key: Key | None) -> PyTree:
 
 
 def _first_state(recipe: Recipe, key: Key | None, params: PyTree, mesh: Mesh | None) -> State:
-    """The state before the first step, on the devices of a mesh."""
+    """The state before the first step, on the devices of a mesh; ``key`` is the supplied one."""
+    # Only correlated noise has a memory: the noise of earlier steps.
     strategy = recipe.mechanism.noise
     memory = ()
     if strategy is not None:
         memory = strategy.start(trees.zeros_wide(params))
     if mesh is not None and jax.tree.leaves(memory):
         memory = meshes.placed_rows(memory, params, mesh)
-    draws, noise_key = first_keys(key)
+    draw_key, noise_key = first_keys(key)
+    # Only samplers that assign examples to the bins of an epoch have a key for each epoch.
     bins = recipe.mechanism.sampling.bins
     epoch_key = None
     if bins is not None:
@@ -232,7 +246,7 @@ def _first_state(recipe: Recipe, key: Key | None, params: PyTree, mesh: Mesh | N
         params=params,
         optimizer=recipe.optimizer.init(trees.widened(params)),
         bound_scale=jnp.ones((), jnp.float32),
-        key=draws,
+        key=draw_key,
         noise_key=noise_key,
         step=jnp.zeros((), jnp.int32),
         ledger=None,

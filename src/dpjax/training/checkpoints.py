@@ -92,7 +92,7 @@ class Checkpoints:
         processes.from_first(lambda: self._write(step, named, facts))
 
     def _write(self, step: int, named: dict[str, np.ndarray], facts: Mapping[str, Any]) -> None:
-        """Writes a step, in the first process."""
+        """Writes the leaves of a step by name, and facts, in the first process."""
         last = self.manager.latest_step()
         # Orbax skips such a step silently, and `fit` releases a step as soon as `save` returns.
         if last is not None and last >= step:
@@ -101,12 +101,13 @@ class Checkpoints:
                 "later one."
             )
         arrays = list(named.values())
-        # Orbax cannot write arrays without elements; the notes hold their shapes.
-        written = {str(i): array for i, array in enumerate(arrays) if array.size}
+        # Two items: the arrays by number, and notes with their names, shapes and dtypes. Orbax
+        # cannot write arrays without elements, so only the notes have these.
+        numbered = {str(i): array for i, array in enumerate(arrays) if array.size}
         kinds = {name: [list(array.shape), array.dtype.name] for name, array in named.items()}
         notes = {"facts": facts, "leaves": kinds, "digest": trees.fingerprint(arrays)}
         args = self.args.Composite(
-            state=self.args.StandardSave(written), notes=self.args.JsonSave(notes)
+            state=self.args.StandardSave(numbered), notes=self.args.JsonSave(notes)
         )
         error: Any = None
         try:
@@ -145,7 +146,7 @@ class Checkpoints:
             raise Damaged(f"{self.directory}/{step} is damaged ({_first_line(error)}).") from error
 
     def _read(self, step: int) -> tuple[dict[str, np.ndarray], Mapping[str, Any]]:
-        """The leaves of a checkpoint by name, checked against their digest, and the facts."""
+        """The leaves and the facts that `_write` received; compares the digest of the leaves."""
 
         def read(**items: Any) -> Any:
             return self.manager.restore(step, args=self.args.Composite(**items))
@@ -156,6 +157,7 @@ class Checkpoints:
         empty = [np.empty(shape, jnp.dtype(dtype)) for shape, dtype in notes["leaves"].values()]
         target = {str(i): array for i, array in enumerate(empty) if array.size}
         restored = read(state=self.args.StandardRestore(target))["state"]
+        # An array without elements was not written, and is equal to its empty one.
         arrays = [np.asarray(restored.get(str(i), array)) for i, array in enumerate(empty)]
         # Orbax detects a truncated file, but not one with other content.
         if trees.fingerprint(arrays) != notes["digest"]:
@@ -203,16 +205,16 @@ def _as_array(leaf: jax.Array, saved: np.ndarray, subject: str) -> jax.Array:
             f"checkpoints: {subject} as {saved.dtype}{list(saved.shape)}; expected "
             f"{leaf.dtype}{list(leaf.shape)}."
         )
-    number: Any = saved
+    restored: Any = saved
     if jax.typeof(leaf).weak_type and saved.ndim == 0:
         # JAX made this scalar of a Python number: a strongly typed one widens arrays.
         weak = jnp.asarray(saved.item())
         if weak.dtype == saved.dtype:
-            number = weak
+            restored = weak
     if leaf.committed:
-        return meshes.put(number, leaf.sharding)
+        return meshes.put(restored, leaf.sharding)
     # JAX may move an uncommitted array to the devices of the run, so this one stays uncommitted.
-    return jnp.asarray(number)
+    return jnp.asarray(restored)
 
 
 def _first_line(error: Exception | None) -> str:

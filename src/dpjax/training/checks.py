@@ -46,7 +46,8 @@ def check_kinds(recipe: Recipe) -> None:
         )
     hint = "Engines differ in speed alone."
     checks.one_of(name, "engine", recipe.engine, ("auto", *ENGINES), hint)
-    # A sampler of rows does not protect patients with several rows.
+    # The unit is another word than the sampler's, such as patient. A sampler of rows does not
+    # protect patients with several rows.
     if recipe.mechanism.of_clients:
         raise ValueError(
             f"{name}: the mechanism's unit is {recipe.mechanism.unit!r}, and "
@@ -122,12 +123,15 @@ def checked_data(recipe: Recipe, data: PyTree) -> PyTree:
 
 
 def any_finite_row(data: PyTree) -> bool:
-    """Whether a row of arrays in memory holds finite numbers only; stops at the first such row."""
+    """Whether a row of arrays in memory holds finite numbers only; stops at the first such row.
+
+    A row is the index i of all leaves, ``[rows, ...]``. Leaves of integers are finite.
+    """
     leaves = [x for x in jax.tree.leaves(data) if jnp.issubdtype(x.dtype, jnp.inexact)]
     if not leaves:
         return True
     for start in range(0, len(leaves[0]), _ROWS):
-        finite = True
+        finite: Any = True  # of each of these rows, in the leaves so far
         for leaf in leaves:
             rows = trees.on_host(leaf[start : start + _ROWS])
             finite = finite & np.isfinite(rows).all(axis=tuple(range(1, rows.ndim)))
@@ -141,11 +145,11 @@ def warn_of_constants(
 ) -> None:
     """Warns of a loss that closes over the data, or over large weights; ``shared`` are neither."""
     given = {id(leaf) for leaf in jax.tree.leaves(shared)}
-    held = [x for x in constants if id(x) not in given]
-    # If the model has an axis of this size, the array may be one of its weights. A data set of one
-    # example matches every axis of size 1.
+    closed_over = [x for x in constants if id(x) not in given]
+    # If parameters or example have an axis of this size, the array may be one of the weights. A
+    # data set of one example matches every axis of size 1.
     widths = {size for leaf in jax.tree.leaves(arguments) for size in leaf.shape}
-    shapes = [np.shape(x) for x in held if np.shape(x)[:1] == (examples,)]
+    shapes = [np.shape(x) for x in closed_over if np.shape(x)[:1] == (examples,)]
     if shapes and examples > 1 and examples not in widths:
         logging.warning(
             "%s: the loss closes over an array of shape %s, one row for each of the %d examples. "
@@ -155,7 +159,7 @@ def warn_of_constants(
             shapes[0],
             examples,
         )
-    size = sum(np.size(x) * jnp.result_type(x).itemsize for x in held)
+    size = sum(np.size(x) * jnp.result_type(x).itemsize for x in closed_over)  # in bytes
     if size > LARGE:
         logging.warning(
             "%s: the loss closes over %d MiB, which become constants of the compiled program. Give "

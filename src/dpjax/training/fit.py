@@ -37,6 +37,7 @@ def fit(
     save_every: int | None = None,
     progress: bool | Follow = True,
     held_out: HeldOut | None = None,
+    settings: str | None = None,
 ) -> tuple[Any, list[dict[str, Any]]]:
     """Runs an algorithm, and resumes an interrupted run.
 
@@ -65,6 +66,8 @@ def fit(
         evaluation instead, as `dpjax.cli.report.live_plot` makes one.
       held_out: The units that were held out for ``evaluate``, as `dpjax.data.Dataset.held_out` has
         them. No epsilon covers them, so the statements in the folder name them.
+      settings: How settings were chosen, in a sentence such as `dpjax.planning.NO_SETTING`; the
+        statements in the folder have it.
 
     Returns:
       The last state, and the rows of the log. ``row["private"]`` was computed from private
@@ -130,13 +133,14 @@ def fit(
       12
     """
     terms = _checked(algorithm, state, steps, evaluate_every, save_every, delta, method)
-    terms = terms._replace(held_out=held_out)
+    terms = terms._replace(held_out=held_out, settings=settings)
     # Processes compare their states first. Otherwise one of them may raise an error below while the
     # others wait for it.
     without_keys = state._replace(key=None, noise_key=None, epoch_key=None)
     processes.require_equal("fit", lambda: {"the state": trees.fingerprint(without_keys)})
     ledger.require(state.ledger, terms.mechanism, terms.end - terms.begin, algorithm.budget)
-    most = _largest_epsilon(algorithm, terms)
+    largest_epsilon = _largest_epsilon(algorithm, terms)
+    # Processes may have been started with different folders, and only the first one writes.
     directory = processes.from_first(lambda: directory and os.fspath(directory))
 
     with contextlib.ExitStack() as stack:
@@ -160,7 +164,9 @@ def fit(
                 f"fit(directory={directory!r}): {run.done} steps ran there, and this call asks for "
                 f"steps up to {terms.end}. Call fit once for all steps, or give each part a folder."
             )
-        show = Progress(run.done, terms.end, most, unit=terms.mechanism.unit, show=progress)
+        show = Progress(
+            run.done, terms.end, largest_epsilon, unit=terms.mechanism.unit, show=progress
+        )
         stack.callback(show.close)
         if folder is not None and folder.is_resumed:
             show.say(_resumed(folder, run))
@@ -187,13 +193,15 @@ def _checked(
     evaluate_every = checks.whole_or_none("fit", "evaluate_every", evaluate_every, hint)
     save_every = checks.whole_or_none("fit", "save_every", save_every, hint)
 
-    # Most runs have only one of them: a budget, or a target to which the noise was calibrated.
+    # The goal is the budget, or else the target to which the noise was calibrated.
     goal = algorithm.budget or mechanism.target
     if goal is not None:
-        delta = goal.delta if delta is None else delta
+        if delta is None:
+            delta = goal.delta
         method = method or goal.method
-    delta = 1e-5 if delta is None else float(delta)
-    delta, method = mechanism.stated(delta, method)
+    if delta is None:
+        delta = 1e-5
+    delta, method = mechanism.stated(float(delta), method)
 
     begin = state.ledger.steps
     # `steps` counts from the given state, so a restarted script asks for the same end.
@@ -242,6 +250,7 @@ def _loop(run: Run, stop: Stop, show: Progress, evaluate: Evaluate | None) -> No
     interrupted = False
 
     def release() -> None:
+        """Releases the last step, which is saved: its row, its files, and the progress line."""
         run.release(evaluate, show.take_rate())
         show.line(run.rows)
 

@@ -40,12 +40,15 @@ def scaled_rate(base: float, batch_size: float) -> float:
 
 
 class DPAdamState(NamedTuple):
-    """Both moments of the private mean, and the mean variance of its noise, per group."""
+    """Running means before the correction of their bias; symbols as in `dp_adam`."""
 
     step: Int[Array, ""]
     first: PyTree
+    """$m_t$: the mean of the private means."""
     second: PyTree
+    """$v_t$: the mean of their squares."""
     noise: Float[Array, " groups"]
+    """$s_t$: the mean variance of the noise on them, per group."""
 
 
 def dp_adam(
@@ -108,7 +111,7 @@ def dp_adam(
             "optax.adam."
         )
     groups = mechanism.clipping.partition
-    # One multiplier scales the sensitivity of all groups together, so all leaves have one variance.
+    # A single multiplier scales the sensitivity of all groups together, so leaves share a variance.
     per_group = isinstance(mechanism.noise_multiplier, tuple)
 
     def init(params: PyTree) -> DPAdamState:
@@ -129,21 +132,24 @@ def dp_adam(
         first = optax.tree_utils.tree_update_moment(updates, state.first, b1, 1)
         second = optax.tree_utils.tree_update_moment(updates, state.second, b2, 2)
         noise = b2 * state.noise + (1 - b2) * variances.astype(state.noise.dtype)
-        count = state.step + 1
+        step = state.step + 1
+
         leaves, structure = jax.tree.flatten(second)
         group_of = (0,) * len(leaves)
         if per_group:
             group_of = groups.assign(updates)
-        # Second moment and noise have one bias, so they are subtracted before its correction.
+        # v and s have the same bias, so they are subtracted before its correction.
         without_noise = [
             v - noise[group].astype(v.dtype) for v, group in zip(leaves, group_of, strict=True)
         ]
-        updates = jax.tree.map(
-            lambda m, v: m / (1 - b1**count) / jnp.sqrt(jnp.maximum(v / (1 - b2**count), floor)),
-            first,
-            structure.unflatten(without_noise),
-        )
-        return updates, DPAdamState(count, first, second, noise)
+
+        def direction(m: Array, v: Array) -> Array:
+            m_hat = m / (1 - b1**step)
+            v_hat = v / (1 - b2**step)
+            return m_hat / jnp.sqrt(jnp.maximum(v_hat, floor))
+
+        directions = jax.tree.map(direction, first, structure.unflatten(without_noise))
+        return directions, DPAdamState(step, first, second, noise)
 
     adam = optax.GradientTransformationExtraArgs(init, update)
     return optax.chain(adam, optax.scale_by_learning_rate(learning_rate))
@@ -194,26 +200,26 @@ def lookahead(
       Zhang, Lucas, Hinton and Ba, "Lookahead Optimizer: k steps forward, 1 step back", 2019.
     """
 
-    def pair(bound_scale: Any) -> optax.GradientTransformation:
+    def of_pairs(bound_scale: Any) -> optax.GradientTransformation:
+        """Optax's lookahead, which takes and moves pairs of fast and slow parameters."""
         # `optax.lookahead` passes no extra arguments on, but `dp_adam` needs the scale.
         update = partial(fast_optimizer.update, **extra_arguments(fast_optimizer, bound_scale))
         fast = optax.GradientTransformation(fast_optimizer.init, update)
         return optax.lookahead(fast, sync_period, slow_step_size, reset_state)
 
-    first = pair(1.0)
-
     def init(params: PyTree) -> LookaheadState:
         # A copy, because a step may donate the buffers of parameters and state.
         slow = trees.copy(params)
-        return LookaheadState(slow, first.init(optax.LookaheadParams(params, slow)))
+        pair = optax.LookaheadParams(params, slow)
+        return LookaheadState(slow, of_pairs(bound_scale=1.0).init(pair))
 
     def update(
         updates: PyTree, state: Any, params: Any = None, *, bound_scale: Any = 1.0, **extra: Any
     ) -> tuple[PyTree, LookaheadState]:
-        moved: Any
-        both = optax.LookaheadParams(params, state.slow)
-        moved, inner = pair(bound_scale).update(updates, state.inner, both)
-        slow = optax.apply_updates(state.slow, moved.slow)
-        return moved.fast, LookaheadState(slow, inner)
+        pair = optax.LookaheadParams(params, state.slow)
+        changes: Any
+        changes, inner = of_pairs(bound_scale).update(updates, state.inner, pair)
+        slow = optax.apply_updates(state.slow, changes.slow)
+        return changes.fast, LookaheadState(slow, inner)
 
     return optax.GradientTransformationExtraArgs(init, update)

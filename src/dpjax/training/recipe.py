@@ -109,8 +109,9 @@ def layout_of(recipe: Recipe, params: PyTree, row: PyTree) -> Layout:
 
 
 def home_of(recipe: Recipe, row: PyTree) -> Home:
-    """The mesh on which a run lies, which follows from shapes."""
+    """The function from parameters to the mesh of the run, for data with rows like ``row``."""
 
+    # Shapes and dtypes decide, so they are the key of the cache: parameters cannot be hashed.
     @functools.cache
     def mesh_of(structure: Any, kinds: tuple[Any, ...]) -> Mesh | None:
         # One device needs no layout, and choosing one traces the loss.
@@ -135,7 +136,10 @@ def reach_of(recipe: Recipe, params: PyTree) -> list[float]:
 
 
 def example_of(recipe: Recipe, row: PyTree) -> PyTree:
-    """Shapes of the example that the loss receives, from the shapes of a row of the data."""
+    """Shapes of the example that the loss receives, from the shapes of a row of the data.
+
+    If people are drawn, an example is a pair: ``most_rows`` rows, and the mask of the drawn ones.
+    """
     # A key of threefry, also where the default of JAX is another generator.
     key = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32"))
     most_rows = recipe.mechanism.sampling.most_rows

@@ -31,18 +31,25 @@ def write_released(
     *,
     last: bool,
     held_out: HeldOut | None = None,
+    settings: str | None = None,
 ) -> None:
-    """Writes card, statements and parameters of a state; the last card states all methods."""
-    params = jax.tree.map(trees.on_host, state.params)  # processes may share a leaf
+    """Writes card, statements and parameters of a state.
+
+    ``last`` is whether the run has ended; ``held_out`` are the units that it did not train on.
+    """
+    # All processes take part in this line, because they may share a leaf.
+    params = jax.tree.map(trees.on_host, state.params)
     if not processes.first_process():
         return
     path = folder.path
     mechanism: Any = algorithm.mechanism
-    # Loss distributions of many different steps take seconds, so only the last card has them.
+    # None stands for all methods. Loss distributions of many different steps take seconds, so only
+    # the last card has them.
     methods = None if last else ("rdp", "rdp-classic", method)
     facts: dict[str, Any] = {"ledger": state.ledger, "methods": methods}
     card = reports.card(mechanism, delta, parameters=trees.digest(params), **facts)
     facts["held_out"] = held_out
+    facts["settings"] = settings
     board = reports.board(mechanism, delta, **facts)
     words = reports.statement(mechanism, delta, scaled_by=algorithm.scaled_by, **facts)
     replace(path / "privacy.json", json.dumps(card, indent=2) + "\n", public=True)

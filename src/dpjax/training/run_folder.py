@@ -44,22 +44,23 @@ class Folder:
             self.close = stack.pop_all().close
 
     def _open(self, stack: contextlib.ExitStack) -> None:
-        """Locks the folder, and compares the run in it with this one."""
+        """Locks the folder until ``stack`` closes, and compares the run in it with this one."""
         # The lock comes first: another process may write the files that are read below.
         stack.enter_context(held(self.path))
         path = self.path / "run.json"
         if path.exists():
-            before = read_json(path)
-            check_format(before.get("mechanism"), f"fit(directory={str(self.path)!r})")
-            lines = _differences(before, self.identity)
-            if not lines:
+            there = read_json(path)
+            check_format(there.get("mechanism"), f"fit(directory={str(self.path)!r})")
+            differences = _differences(there, self.identity)
+            if not differences:
                 self.is_resumed = True
                 return
             # A run that spent nothing gives way, for example one whose first step did not compile.
             # Queries of a preparation are spent before the first step.
-            if released_steps(self.path) or before.get("mechanism", {}).get("preparation"):
+            if released_steps(self.path) or there.get("mechanism", {}).get("preparation"):
                 raise Refused(
-                    f"fit(directory={str(self.path)!r}): another run is there:\n{''.join(lines)}"
+                    f"fit(directory={str(self.path)!r}): another run is there:\n"
+                    f"{''.join(differences)}"
                     "Use its settings, or another folder with before=training.earlier(folder)."
                 )
             _remove(self.path)

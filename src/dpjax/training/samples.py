@@ -22,10 +22,12 @@ from dpjax.types import PyTree
 
 
 class SamplesState(NamedTuple):
-    """The ring, the number of samples written to it, and the number of steps."""
+    """A ring buffer of samples."""
 
     ring: PyTree
+    """The parameters' tree, each leaf ``[count, ...]``; sample i is in slot i mod count."""
     taken: Int[Array, ""]
+    """How many samples were written, including overwritten ones."""
     step: Int[Array, ""]
 
 

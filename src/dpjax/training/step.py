@@ -35,22 +35,33 @@ from dpjax.types import ClippedSum, LossFn, Purpose, PyTree, State
 def private_step(
     recipe: Recipe, data: PyTree, state: State, shared: PyTree = None
 ) -> tuple[State, Seen]:
-    """One step on data in device memory; `Seen` is secret. ``shared`` is as for `assemble`."""
+    """One step on data in device memory.
+
+    Args:
+      recipe: Loss, mechanism and optimizer of the run.
+      data: A tree of arrays with a leading axis of rows.
+      state: The state before the step.
+      shared: Arrays that the loss takes after the example, such as frozen weights, or None.
+
+    Returns:
+      The next state, whose parameters may be released, and secret sums for the observer.
+    """
     # line 3: sample
     sampler = recipe.mechanism.sampling
     draw, epoch_key = sampler.drawn(state.key, state.noise_key, state.epoch_key, state.step)
     state = state._replace(epoch_key=epoch_key)
-    row = trees.one_row(data)
-    layout = layout_of(bound_to(recipe, shared), state.params, row)
-    zero = no_sums(recipe.mechanism, state.params, layout)
 
+    # lines 4 and 5: per-example gradients, clipped and summed, one microbatch after the other
     def add(held: Any, rows: PyTree, mask: Bool[Array, "size ..."], sums: Sums) -> Sums:
-        before, arrays = held
-        return add_clipped(bound_to(recipe, arrays), before, rows, mask, sums)
+        state, shared = held
+        return add_clipped(bound_to(recipe, shared), state, rows, mask, sums)
 
-    # lines 4 and 5: per-example gradients, clipped and summed; secret up to here
+    layout = layout_of(bound_to(recipe, shared), state.params, trees.one_row(data))
+    zero = no_sums(recipe.mechanism, state.params, layout)
+    # These arrays are arguments of the sum, because it may run on several devices.
     held = (without_optimizer(state), shared)
     sums = layout.sum_over(add, zero, draw, data, held, end_block)
+
     # lines 6 and 7: noise, mean, update
     return release(recipe, layout, state, sums)
 
@@ -64,7 +75,11 @@ def without_optimizer(state: State) -> State:
 def add_clipped(
     recipe: Recipe, state: State, rows: PyTree, mask: Bool[Array, "size ..."], sums: Sums
 ) -> Sums:
-    """Adds the clipped gradients of one microbatch to the sums."""
+    """Adds the clipped gradients of one microbatch to the sums.
+
+    ``rows`` and ``mask`` have the axis ``[size]`` of the microbatch, whose entries are examples or
+    clients. If people are drawn, they are ``[size, most_rows]``. False in the mask is padding.
+    """
     scale = recipe.bound_scale(state)
     loss = recipe.loss
     if recipe.rescales:
@@ -73,6 +88,8 @@ def add_clipped(
     if recipe.mechanism.sampling.most_rows is not None:
         # The engine takes a person as one example: its rows, and which of them were drawn.
         examples = examples, mask
+
+    # How many examples each entry holds, [size]: 1 for an example, 0 for padding.
     sizes = jnp.sum(mask, axis=tuple(range(1, mask.ndim)), dtype=jnp.int32)
     drawn = sizes > 0
     if recipe.sizes is not None:
@@ -97,9 +114,11 @@ def add_clipped(
 
 
 def _divided(loss: LossFn, scale: Any) -> LossFn:
-    """The loss over the factor on the bounds; `release` multiplies the mean by the factor."""
-    # Both together clip to bound * scale. The noise does not depend on the scale, nor does its
-    # accounting.
+    """The loss divided by ``scale``, the factor on the bounds of this step.
+
+    Clipping gradients of it to the bound C, and multiplying the mean by the scale in `release`,
+    clips to C * scale. Noise and accounting need only C.
+    """
     return lambda params, example: loss(params, example) / scale
 
 
@@ -110,7 +129,11 @@ def _seen(
     sizes: Int[Array, " size"],
     scale: Any,
 ) -> Seen:
-    """The sums of one microbatch, in addition to its gradients."""
+    """The sums of one microbatch that an observer sees.
+
+    ``drawn`` is False for padding, and ``sizes`` has the number of examples of each entry.
+    ``scale`` is the factor by which losses, and with them gradients, were divided.
+    """
     rule = mechanism.clipping
     real = sizes > 0
     finite = jnp.all(jnp.isfinite(clipped.norms), axis=1)
@@ -140,10 +163,14 @@ def end_block(sums: Sums) -> Sums:
 
 
 def release(recipe: Recipe, layout: Layout, state: State, sums: Sums) -> tuple[State, Seen]:
-    """The next state, from sums with one entry for each share of the batch; `Seen` is secret."""
-    # The sum stays in two parts until the noise is added: rounded to one float32 array, the sum of
-    # a million examples is wrong by more than a twentieth of a bound.
+    """The next state, from sums with one entry for each share of the batch; `Seen` is secret.
+
+    A share is the part of the batch on one device.
+    """
     reach = reach_of(recipe, state.params)
+    # The sum of gradients stays in two parts until the noise is added: ``total`` is rounded, and
+    # ``lost`` is what rounding lost. In one float32 array, the sum of a million examples is wrong
+    # by more than a twentieth of a bound.
     total, lost, seen = layout.join(sums.gradients, sums.seen, reach)
     scale = recipe.bound_scale(state)
     mean, bound_scale, memory = private_mean(  # line 6

@@ -15,6 +15,7 @@ A card proves no more than its facts: its author can state other facts. The verd
 | claims less at a delta below 1e-12, which dp-accounting cannot resolve | cannot be confirmed |
 | claims an infinite epsilon, or no proven one | promises nothing |
 | reports a release without noise | not for release |
+| is of a dpjax with a mistake that made claims too small (`advisories`) | AFFECTED |
 | has a SHA-256 that its parameters do not have | DOES NOT HOLD |
 | scales correlated noise to less than one example moves | not read further |
 | has another format, other fields, or a value that no such field has | not read further |

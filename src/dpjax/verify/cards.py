@@ -18,6 +18,7 @@ from absl import logging
 
 from dpjax.verify._epsilon import EPSILONS, by_losses, by_rdp, most_true_positives
 from dpjax.verify._matrices import require_hidden
+from dpjax.verify.advisories import advisories_on
 from dpjax.verify.facts import BOUNDS, Card, Unreadable, card_of
 from dpjax.verify.parameters import digest
 from dpjax.verify.steps import steps_of
@@ -37,9 +38,10 @@ Recomputes the epsilon of each method on the card, and how many true positives a
 can have, from the facts of the card, without dpjax. Compares the card's SHA-256 with that of the
 parameters in FILE, by default the params.msgpack next to the card.
 A line begins with what was checked and ends with the verdict. The headline, which is the smallest
-bound on the card, comes first. In a folder of runs each run has its lines. The exit status is 0 if
-all claims hold, and 1 if one does not, or a card makes none, must not be published or cannot be
-read."""
+bound on the card, comes first. In a folder of runs each run has its lines. An advisory names
+a mistake of the dpjax that wrote the card, and what to do. The exit status is 0 if all claims hold,
+and 1 if one does not, an advisory affects a card, or a card makes no claim, must not be published
+or cannot be read."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -144,6 +146,7 @@ def findings(facts: dict[str, Any]) -> Iterator[tuple[bool, str]]:
             require_hidden(run)
         yield from claims(card)
         yield from obstacles(card)
+        yield from advisories_on(card)
     except (ArithmeticError, LookupError, MemoryError, ValueError) as error:
         # Each fact is possible by itself, but not together with the others.
         raise Unreadable(f"the card cannot be accounted ({error}).") from error

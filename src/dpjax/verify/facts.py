@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 FORMAT = 5
 # The fields that a card of format 4 does not have.
-SINCE_FORMAT_5 = {"format": 4, "parameters": None, "risk": None}
+SINCE_FORMAT_5 = {"format": 4, "sources": None, "parameters": None, "risk": None}
 # The most steps with one multiplier: more take minutes, and no run has had them.
 MOST_STEPS = 10**8
 MOST_LEVELS = 256
@@ -163,6 +163,7 @@ class Card:
     """The plan, the number of its steps that ran, and the claims for these steps."""
 
     format: Literal[4, 5]
+    sources: str | None
     parameters: str | None
     risk: Risk | None
     mechanism: Mechanism
@@ -174,7 +175,7 @@ class Card:
     true_positive_rates: list[tuple[Positive, Rate]]
     not_private: str | None
     randomness: Randomness
-    versions: Any
+    versions: dict[str, str]
 
 
 class Unreadable(Exception):

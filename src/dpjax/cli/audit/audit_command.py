@@ -82,10 +82,11 @@ def require_test_rows(attacks: Sequence[str], dataset: dpjax.data.Dataset) -> No
 def audit_run(
     given: flags.FlagValues, rebuilt: Rebuilt, out: pathlib.Path, chosen: Sequence[str]
 ) -> list[Line]:
-    """Audits a run, and writes numbers and page into a folder."""
+    """Audits a run by one step and by the chosen attacks; writes numbers and page into a folder."""
     run = rebuilt.run
-    unit = "person" if rebuilt.planned.persons else "row"
-    name = f"one step in which the {unit} is drawn"
+    name = "one step in which the row is drawn"
+    if rebuilt.planned.persons:
+        name = "one step in which the person is drawn"
     if rebuilt.planned.mechanism.noise is not None:
         name = "first step of correlated noise"
     lines = [line_of_step(audit_step(rebuilt, given.pairs), run.delta, name)]

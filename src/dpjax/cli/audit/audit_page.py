@@ -20,6 +20,7 @@ def page_of(lines: Sequence[Line], attacks: Sequence[Attack], run: SavedRun) -> 
 
 
 def _sections(lines: Sequence[Line], attacks: Sequence[Attack], run: SavedRun) -> Iterator[str]:
+    """All bounds next to their claims, then the curves of all attacks, and the classes of each."""
     yield f'<h1>Audit of {escape(run.path.name)}</h1>\n<p class="badge private">{PRIVATE}</p>'
     bounds = {}
     for line in lines:
@@ -45,13 +46,16 @@ def _curves(attacks: Sequence[Attack], run: SavedRun) -> str:
         figure = style.canvas(style.WIDTH, 3.6)
         axes = style.panel(figure, "others taken for members", "members found")
         rates = np.geomspace(1e-4, 1, 200)
-        axes.plot(rates, rates, color=style.PALETTE["muted"], linewidth=0.8)
+        axes.plot(rates, rates, color=style.PALETTE["muted"], linewidth=0.8)  # guessing
+        # A guarantee bounds the members found by exp(epsilon) times the false alarms, plus delta.
         claim = np.minimum(np.exp(min(run.epsilon, 50)) * rates + run.delta, 1)
         axes.plot(rates, claim, color=style.PALETTE["blue"], linewidth=0.8)
         for attack, color in zip(attacks, style.SERIES[1:], strict=False):
+            member_scores, other_scores = attack.scores
             thresholds = np.unique(np.concatenate(attack.scores))
-            true, false = (_shares_above(thresholds, scores) for scores in attack.scores)
-            axes.plot(false, true, color=style.PALETTE[color], label=attack.name)
+            found = _shares_above(thresholds, member_scores)
+            false_alarms = _shares_above(thresholds, other_scores)
+            axes.plot(false_alarms, found, color=style.PALETTE[color], label=attack.name)
         axes.set(xscale="log", yscale="log", xlim=(5e-4, 1), ylim=(5e-4, 1.1))
         style.legend(axes)
         return style.svg(figure, "attacks", "Members found by the rate of false positives.")

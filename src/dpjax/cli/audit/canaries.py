@@ -18,7 +18,10 @@ _KNOWN = 2_000  # rows whose gradients the attacker subtracts
 
 
 def audit_canaries(rebuilt: Rebuilt, count: int | None, steps: int) -> Line:
-    """Trains once more, with canaries that join by fair coins, and guesses which joined."""
+    """Trains once more, with canaries that join by fair coins, and guesses which joined.
+
+    ``count`` is the number of canaries, by default a quarter of the rows, at most 1000.
+    """
     planned = rebuilt.planned
     examples = rebuilt.dataset.examples
     delta = rebuilt.run.delta
@@ -28,31 +31,29 @@ def audit_canaries(rebuilt: Rebuilt, count: int | None, steps: int) -> Line:
         raise app.UsageError(f"--canaries={count}: expected 10 or more, below the {examples} rows.")
     draw = np.random.default_rng(0)
     places, rows = with_canaries(rebuilt.dataset, count, planned.persons, draw)
-    members = draw.random(count) < 0.5
-    known = draw.permutation(np.setdiff1d(np.arange(examples), places))[:_KNOWN]
+    members = draw.random(count) < 0.5  # which canaries join
+    known_places = draw.permutation(np.setdiff1d(np.arange(examples), places))[:_KNOWN]
     # The plan keeps all steps, although few run: correlated noise is designed for the whole run.
     sampler = auditing.without(planned.mechanism.sampling, places[~members])
     mechanism = dataclasses.replace(planned.mechanism, sampling=sampler, preparation=(), before=())
     steps = min(steps, mechanism.steps)
     recording = auditing.recording(planned.optimizer)
     algorithm = planned.algorithm(mechanism, rows, optimizer=recording)
+    canaries = jax.tree.map(lambda leaf: jnp.asarray(leaf[places]), rows)
+    known = jax.tree.map(lambda leaf: jnp.asarray(leaf[known_places]), rows)
+    state = algorithm.init(rebuilt.first, jax.random.key(0))
     scores, _ = auditing.score_canaries(
-        algorithm,
-        algorithm.init(rebuilt.first, jax.random.key(0)),
-        steps,
-        planned.of_example,
-        jax.tree.map(lambda leaf: jnp.asarray(leaf[places]), rows),
-        jax.tree.map(lambda leaf: jnp.asarray(leaf[known]), rows),
-        per_step=planned.per_step,
+        algorithm, state, steps, planned.of_example, canaries, known, per_step=planned.per_step
     )
+    # Only a fifth of the canaries are guessed, those with the clearest scores.
     right, guesses = auditing.guess_members(scores, members, count // 5)
     curve, assumed = curve_of(mechanism, steps)
     bound = auditing.epsilon_lower_bound(
         right, guesses, canaries=count, delta=delta, confidence=OF_A_RUN, curve=curve
     )
     claimed = mechanism.epsilon_of(mechanism.multipliers[:steps], delta, planned.method)
-    words = f"{right} of {guesses} guesses right, {count} canaries, {steps} steps; {assumed}"
-    return Line("canaries in a second run", words, bound, claimed, OF_A_RUN, bound > claimed)
+    measured = f"{right} of {guesses} guesses right, {count} canaries, {steps} steps; {assumed}"
+    return Line("canaries in a second run", measured, bound, claimed, OF_A_RUN, bound > claimed)
 
 
 def curve_of(mechanism: dpjax.Mechanism, steps: int) -> tuple[Any, str]:
@@ -66,8 +67,12 @@ def curve_of(mechanism: dpjax.Mechanism, steps: int) -> tuple[Any, str]:
 def with_canaries(
     dataset: dpjax.data.Dataset, count: int, persons: bool, draw: np.random.Generator
 ) -> tuple[np.ndarray, Any]:
-    """The places of canaries among rows or persons, and the data with them."""
-    train = jax.tree.map(np.array, dataset.train)
+    """The places of canaries among rows or persons, and the data with them.
+
+    Without ``persons``, inputs are ``[examples, ...]``. With them, they are ``[persons, rows,
+    ...]``, with a mask that is False for padding; a canary has no padding.
+    """
+    train = jax.tree.map(np.array, dataset.train)  # a copy, into which canaries are written
     places = draw.choice(dataset.examples, count, replace=False)
     if persons:
         (x, y), real = train
@@ -82,10 +87,11 @@ def with_canaries(
         noise = draw.normal(size=(count, *x.shape[1:]))
         if persons:
             noise[:] = noise[:, :1]  # rows of a canary are equal, so their gradients add up
+        # A canary is as long as the example that it replaces.
         replaced_norms = np.linalg.norm(x[places].reshape(count, -1), axis=1)
         noise_norms = np.linalg.norm(noise.reshape(count, -1), axis=1)
-        lengths = replaced_norms / noise_norms
-        x[places] = noise * lengths.reshape(-1, *[1] * (x.ndim - 1))
+        scale = replaced_norms / noise_norms
+        x[places] = noise * scale.reshape(-1, *[1] * (x.ndim - 1))
     if dataset.classes is None:
         labels = draw.choice([-1.0, 1.0], count)  # the ends of a target's range
     else:

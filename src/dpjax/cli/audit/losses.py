@@ -16,6 +16,7 @@ from dpjax._rounding import upwards
 from dpjax.cli.audit.lines import ASSUMED, OF_A_RUN, Line
 from dpjax.cli.audit.rebuilt_run import Rebuilt
 from dpjax.cli.report.load_run import SavedRun
+from dpjax.cli.train.evaluation import spread
 
 _MOST = 10_000  # rows whose losses are compared
 
@@ -65,9 +66,7 @@ def attack_losses(rebuilt: Rebuilt) -> Attack:
     dataset = rebuilt.dataset
     # Log odds order rows as losses do, without ties of losses that are rounded to 0.
     odds = jax.jit(partial(log_odds, rebuilt.planned.model))
-    last = dataset.examples - 1
-    places = np.linspace(0, last, min(_MOST, dataset.examples)).astype(int)
-    members = dataset.rows(places)
+    members = dataset.rows(spread(dataset.examples, _MOST))
     others = jax.tree.map(lambda x: x[:_MOST], dataset.test)
     member_scores = np.asarray(odds(rebuilt.released, members))
     other_scores = np.asarray(odds(rebuilt.released, others))

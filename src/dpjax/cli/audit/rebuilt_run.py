@@ -79,6 +79,7 @@ def flags_of(run: SavedRun) -> flags.FlagValues:
 
 def find_files(given: flags.FlagValues, config: Mapping[str, Any]) -> None:
     """Finds the files of a run here, or in the folder where the run was trained."""
+    # The folder records the declarations themselves, so their file is not needed.
     if given.columns and "declared" in config:
         given["columns"].value = config["declared"]
     trained_in = config.get("trained_in", "")
@@ -100,14 +101,15 @@ def find_files(given: flags.FlagValues, config: Mapping[str, Any]) -> None:
 def of_persons(planned: Planned, dataset: dpjax.data.Dataset) -> tuple[Planned, dpjax.data.Dataset]:
     """The run in which all rows of a person, up to the most of a step, are one example.
 
-    Loss, clipping, noise and rates stay. Only the choice of rows in a step is not audited.
+    Loss, clipping, noise and rates stay. Only the choice of rows in a step is not audited. The data
+    become ``((x, y), mask)``, each ``[persons, rows of a person, ...]``.
     """
-    sampling = planned.mechanism.sampling
-    most = sampling.most_rows or 1
+    most = planned.mechanism.sampling.most_rows or 1
+    # Rows by person: row order[i] is the row numbers[i] of the person owners[i].
     owners = np.asarray(dataset.owners)
     order = np.argsort(owners, kind="stable")
     owners = owners[order]
-    numbers = np.arange(len(owners)) - np.searchsorted(owners, owners)  # among a person's rows
+    numbers = np.arange(len(owners)) - np.searchsorted(owners, owners)
     used = numbers < most
     rows = np.zeros((dataset.units, most), int)
     real = np.zeros(rows.shape, bool)

@@ -22,7 +22,11 @@ _ATTACKED = 1_000  # members, and as many others, that are scored
 
 
 def attack_shadows(rebuilt: Rebuilt, count: int) -> Iterator[Attack]:
-    """Trains models on halves of the attacked rows, and scores each row by them."""
+    """Trains ``count`` models on halves of the attacked rows, and scores each row by them.
+
+    The attacked rows are ``size`` members and as many others. A shadow model trains on the data of
+    the run with half of the attacked rows in the places of the members.
+    """
     dataset = rebuilt.dataset
     draw = np.random.default_rng(0)
     size = min(_ATTACKED, dataset.examples // 2, len(dataset.test[0]))
@@ -32,7 +36,7 @@ def attack_shadows(rebuilt: Rebuilt, count: int) -> Iterator[Attack]:
     others = jax.tree.map(lambda x: np.asarray(x)[test_places], dataset.test)
     attacked = jax.tree.map(lambda a, b: np.concatenate([a, b]), members, others)
     odds = jax.jit(partial(log_odds, rebuilt.planned.model))
-    joined = np.zeros((count, 2 * size), bool)
+    joined = np.zeros((count, 2 * size), bool)  # which attacked rows each model trained on
     scores = np.zeros(joined.shape)
     # Children of one key: a shadow model with the run's own seed shares the noise of the run.
     keys = jax.random.split(jax.random.key(0), count)
@@ -44,9 +48,9 @@ def attack_shadows(rebuilt: Rebuilt, count: int) -> Iterator[Attack]:
         else:
             half = np.flatnonzero(~joined[number - 1])
         joined[number, half] = True
-        rows = jax.tree.map(np.array, dataset.train)
-        for column, attacked_column in zip(rows, attacked, strict=True):
-            column[places] = attacked_column[half]
+        rows = jax.tree.map(np.array, dataset.train)  # a copy
+        for array, attacked_array in zip(rows, attacked, strict=True):  # inputs, and labels
+            array[places] = attacked_array[half]
         scores[number] = odds(_trained(rebuilt, rows, keys[number]), attacked)
         left = (time.time() - began) / (number + 1) * (count - number - 1)
         print(f"shadow model {number + 1} of {count}, {duration(left)} left", file=sys.stderr)

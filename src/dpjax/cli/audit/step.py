@@ -14,6 +14,7 @@ from dpjax import auditing
 from dpjax._rounding import upwards
 from dpjax.cli.audit.lines import Line
 from dpjax.cli.audit.rebuilt_run import Rebuilt
+from dpjax.cli.train.evaluation import spread
 
 # A step is measured so exactly that a confidence of 95 % refutes 1 of 20 sound mechanisms.
 _CONFIDENCE = 0.999
@@ -25,17 +26,17 @@ def audit_step(rebuilt: Rebuilt, pairs: int) -> auditing.Separation:
     dataset = rebuilt.dataset
     planned = rebuilt.planned
     mechanism = planned.mechanism
-    last = dataset.examples - 1
-    places = np.linspace(0, last, min(_MOST, dataset.examples)).astype(int)
+    places = spread(dataset.examples, _MOST)
     rows = jax.tree.map(lambda leaf: jnp.asarray(leaf[places]), dataset.train)
-    if planned.per_step is not None:
+    if planned.per_step is not None:  # the loss takes the epoch, which is 0 in the first step
         rows = (*rows, jnp.zeros(len(places), jnp.int32))
     clipped = dpjax.clipped_grad(planned.of_example, mechanism.clipping)(rebuilt.first, rows)
     # A dropped row has factor 0 and a norm that is not finite, and moves nothing.
-    clipped_norms = np.nan_to_num(np.asarray(clipped.factors * clipped.norms))
+    clipped_norms = np.nan_to_num(np.asarray(clipped.factors * clipped.norms))  # [rows, groups]
     lengths = np.linalg.norm(clipped_norms, axis=1)
 
     def build(sampler: Any) -> Any:
+        """The algorithm of the run with another sampler: the audit needs steps with the row."""
         drawn = dataclasses.replace(mechanism, sampling=sampler)
         # SGD with rate 1 shows the private mean as it is.
         return planned.algorithm(drawn, dataset.train, optimizer=optax.sgd(1.0))

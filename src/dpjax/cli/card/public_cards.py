@@ -135,9 +135,7 @@ def registry_entry(folder: pathlib.Path) -> str:
     sampling = mechanism["sampling"]
     unit = mechanism["unit"]
     multipliers = [multiplier for multiplier, _ in mechanism["multiplier_and_steps"]]
-    attacks = [
-        f"{upwards(right, '.3g')} at {wrong}" for wrong, right in card["true_positive_rates"]
-    ]
+    attacks = [f"{upwards(true, '.3g')} at {false}" for false, true in card["true_positive_rates"]]
     words = {
         "unit": f"one {unit}",
         "neighbours": f"{mechanism['neighbours']}, among {sampling['examples']:,} {unit}s",

@@ -20,5 +20,6 @@ WORDS = "RUN TABLE"
 FLAGS = flags.FlagValues()
 _rows = Group(FLAGS, "New rows")
 _rows.path("dataset", None, "File or name of the new rows, in place of the second word.")
+_rows.path("columns", None, "Declared columns of a run of a version that did not keep them.")
 _rows.path("data_dir", None, "Folder of named data, as in dpjax train; else DPJAX_DATA_DIR.")
 Group(FLAGS, "Output").path("out", None, "The CSV; by default the standard output.")

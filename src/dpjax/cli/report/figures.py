@@ -88,20 +88,21 @@ def training_loss(figure: Figure, run: SavedRun) -> str:
 def noise(figure: Figure, run: SavedRun) -> str:
     """Noise schedule.
 
-    The noise multiplier that is accounted at each step. Of fresh noise under fixed bounds it is the
-    standard deviation of the noise on the sum, divided by the sensitivity of the sum. It follows
-    from the mechanism alone.
+    The noise multiplier that is accounted at each step. If noise is fresh and bounds are fixed, it
+    is the standard deviation of the noise on the sum, divided by the sensitivity of the sum. It
+    follows from the mechanism alone.
     """
     if run.card is None:
         raise run.missing("privacy.json")
-    runs = first_steps(run.mechanism["multiplier_and_steps"], run.card["steps"])
-    if not runs:
+    # Pairs of a multiplier and the number of steps in a row that have it.
+    levels = first_steps(run.mechanism["multiplier_and_steps"], run.card["steps"])
+    if not levels:
         raise Missing("privacy.json says that no step counts")
-    multipliers, counts = np.array(runs, float).T
+    multipliers, counts = np.array(levels, float).T
     first, last = multipliers[[0, -1]]
     if np.all(multipliers == first):
         raise Missing(f"it is {first:.4g} at every step")
-    edges = np.concatenate([[0], np.cumsum(counts)])
+    edges = np.concatenate([[0], np.cumsum(counts)])  # the steps at which it changes
     axes = panel(figure, "step", "noise multiplier")
     # Stairs show that a multiplier holds from one change to the next.
     axes.stairs(multipliers, edges, baseline=None, color=_BLUE, linewidth=1.6)
@@ -118,19 +119,19 @@ def clipping(figure: Figure, run: SavedRun) -> str:
     If the fraction is near 1, nearly every gradient is clipped to the bound. The cosine says how
     far clipping turned the mean gradient of a sample: 1 is not at all.
     """
-    cut = run.series("private", "clipped")
+    above = run.series("private", "clipped")
     axes = panel(figure, "step", "")
-    band(axes, run.steps, cut, "blue", "fraction above the bound")
-    sentence = f"{_end(100 * cut, '{:.0f} %')} of the examples were above the bound"
+    band(axes, run.steps, above, "blue", "fraction above the bound")
+    sentence = f"{_end(100 * above, '{:.0f} %')} of the examples were above the bound"
     lowest = 0.0
-    with contextlib.suppress(Missing):
-        turned = run.series("private", "cosine")
-        band(axes, run.steps, turned, "clay", "cosine of clipped and unclipped mean")
-        sentence += f"; the cosine was {_end(turned, '{:.2f}')}"
-        lowest = min(0, np.nanmin(turned))
+    with contextlib.suppress(Missing):  # a loss of persons or of epochs has no cosine
+        cosine = run.series("private", "cosine")
+        band(axes, run.steps, cosine, "clay", "cosine of clipped and unclipped mean")
+        sentence += f"; the cosine was {_end(cosine, '{:.2f}')}"
+        lowest = min(0, np.nanmin(cosine))
     axes.set_ylim(1.05 * lowest - 0.03, 1.03)
     legend(axes)
-    return f"{sentence}.{_groups(cut)}"
+    return f"{sentence}.{_groups(above)}"
 
 
 def norms(figure: Figure, run: SavedRun) -> str:
@@ -161,15 +162,15 @@ def gradients(figure: Figure, run: SavedRun) -> str:
     """
     # One group is stored without its axis.
     norms = run.array("diagnostics", "norms")
-    norms = norms.reshape(len(norms), -1).astype(float)
+    norms = norms.reshape(len(norms), -1).astype(float)  # [examples, groups]
     bounds = np.atleast_1d(run.array("diagnostics", "bounds")).astype(float)
     _histograms(figure, run, norms, bounds)
     finite = np.isfinite(norms)  # no bin can hold the others
     above = np.sum(finite & (norms > bounds)) / max(1, finite.sum())
-    middle = np.median(norms[finite]) if finite.any() else np.nan
+    median = np.median(norms[finite]) if finite.any() else np.nan
     sentence = (
         f"Of {len(norms):,} training examples, {above:.0%} are above the bound; "
-        f"median {middle:.3g}."
+        f"median {median:.3g}."
     )
     if not finite.all():
         sentence += f" {np.sum(~finite):,} norms are not finite."
@@ -186,20 +187,20 @@ def classes(figure: Figure, run: SavedRun) -> str:
     is the distance from the total accuracy.
     """
     logits, labels = _predictions(run)
-    rates = 100 * np.asarray(metrics.per_class_accuracy(logits, labels))
+    accuracies = 100 * np.asarray(metrics.per_class_accuracy(logits, labels))
     total = 100 * float(metrics.accuracy(logits, labels))
-    at = np.arange(len(rates))
+    numbers = np.arange(len(accuracies))
     axes = panel(figure, "class", "accuracy (%)")
-    axes.vlines(at, total, rates, color=_BLUE, linewidth=1.6)
-    axes.plot(at, rates, "o", color=_BLUE, markersize=5, label="one class")
+    axes.vlines(numbers, total, accuracies, color=_BLUE, linewidth=1.6)
+    axes.plot(numbers, accuracies, "o", color=_BLUE, markersize=5, label="one class")
     axes.axhline(total, color=_CLAY, linewidth=1.2, label=f"all: {total:.1f} %")
     axes.grid(visible=False, axis="x")
-    if len(at) <= _FEW:
-        axes.set_xticks(at)
+    if len(numbers) <= _FEW:
+        axes.set_xticks(numbers)
     legend(axes)
-    worst = int(np.nanargmin(rates))
+    worst = int(np.nanargmin(accuracies))
     size = int((labels == worst).sum())
-    return f"Lowest: class {worst}, {rates[worst]:.1f} % of {size:,} examples."
+    return f"Lowest: class {worst}, {accuracies[worst]:.1f} % of {size:,} examples."
 
 
 def confusion(figure: Figure, run: SavedRun) -> str:
@@ -208,13 +209,13 @@ def confusion(figure: Figure, run: SavedRun) -> str:
     Rows are true classes, columns are predictions. Numbers count test examples; shades are
     fractions of the row.
     """
-    counts = np.asarray(metrics.confusion(*_predictions(run)))
+    counts = np.asarray(metrics.confusion(*_predictions(run)))  # [true class, predicted class]
     size = len(counts)
     share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     figure.set_size_inches(WIDTH, 4.6)
     axes = panel(figure, "predicted class", "true class")
     edges = np.arange(size + 1) - 0.5
-    # A small fraction stays visible at an opacity of 0.1.
+    # A small fraction stays visible at an opacity of 0.1. Columns are along x, the first axis.
     _cells(axes, edges, edges, np.where(counts, 0.1 + 0.9 * share, 0).T)
     axes.set(xlim=(-0.5, size - 0.5), ylim=(size - 0.5, -0.5), aspect="equal")
     if size <= _FEW:
@@ -224,12 +225,12 @@ def confusion(figure: Figure, run: SavedRun) -> str:
             ink = "paper" if share[row, column] > 0.5 else "ink"
             look = {"ha": "center", "va": "center", "color": PALETTE[ink], "fontsize": 7.5}
             axes.text(column, row, str(counts[row, column]), **look)
-    wrong = counts * (1 - np.eye(size, dtype=int))
-    if not wrong.any():
+    mistakes = counts * (1 - np.eye(size, dtype=int))
+    if not mistakes.any():
         return "There are no mistakes."
-    row, column = np.unravel_index(wrong.argmax(), wrong.shape)
-    of = f"{wrong[row, column]} of {counts[row].sum():,} examples"
-    return f"Most often class {row} was taken for class {column}: {of}."
+    row, column = np.unravel_index(mistakes.argmax(), mistakes.shape)
+    how_often = f"{mistakes[row, column]} of {counts[row].sum():,} examples"
+    return f"Most often class {row} was taken for class {column}: {how_often}."
 
 
 def calibration(figure: Figure, run: SavedRun) -> str:
@@ -240,17 +241,18 @@ def calibration(figure: Figure, run: SavedRun) -> str:
     them.
     """
     logits, labels = _predictions(run)
-    counts, confidence, right = map(np.asarray, metrics.reliability(logits, labels))
+    # Each is [bins].
+    counts, confidence, rates = map(np.asarray, metrics.reliability(logits, labels))
     # An empty bin has no accuracy; a dot at 0 claims one.
     filled = counts > 0
     figure.set_size_inches(WIDTH, 4.0)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     above.plot([0, 1], [0, 1], "--", color=PALETTE["muted"], linewidth=1, label="confidence")
-    above.vlines(confidence[filled], confidence[filled], right[filled], color=_BLUE)
+    above.vlines(confidence[filled], confidence[filled], rates[filled], color=_BLUE)
     # The root keeps small bins visible: the last one usually holds most predictions.
     areas = 8 + 90 * np.sqrt(counts[filled] / counts.sum())
     look = {"color": _BLUE, "label": "accuracy", "linewidths": 0, "zorder": 3}
-    above.scatter(confidence[filled], right[filled], areas, **look)
+    above.scatter(confidence[filled], rates[filled], areas, **look)
     above.set(ylabel="accuracy", ylim=(-0.03, 1.03))
     legend(above)
     below.stairs(counts, np.linspace(0, 1, len(counts) + 1), fill=True, color=_BLUE, alpha=0.55)
@@ -345,6 +347,7 @@ def _with_guess(figure: Figure, run: SavedRun, y: np.ndarray, name: str, guess: 
 
 
 def _cells(axes: Axes, x: np.ndarray, y: np.ndarray, shade: np.ndarray) -> None:
+    """Rectangles between the edges ``x`` and ``y``; ``shade``, ``[columns, rows]``, is opacity."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
@@ -372,7 +375,7 @@ def _fixed_bound(run: SavedRun) -> float | None:
 
 
 def _histograms(figure: Figure, run: SavedRun, norms: np.ndarray, bounds: np.ndarray) -> None:
-    """A histogram for each of the first groups."""
+    """A histogram for each of the first groups of norms, ``[examples, groups]``, in a grid."""
     shown = min(norms.shape[1], _GROUPS)
     columns = min(shown, _COLUMNS)
     rows = -(-shown // columns)
@@ -405,17 +408,17 @@ def _group_name(names: Sequence[Any], group: int) -> str:
 def _histogram(axes: Axes, norms: np.ndarray, bound: float) -> None:
     """Counts on a logarithmic axis, because a few gradients are often a hundred times longer."""
     norms = norms[np.isfinite(norms)]
-    top = float(norms.max(initial=0)) or 1.0
+    longest = float(norms.max(initial=0)) or 1.0
     # The axis has at most four decades; the first bin holds all norms below.
-    shortest = float(norms.min(initial=top, where=norms > 0))
-    low = max(shortest / 1.1, top * 1e-4)
-    edges = np.geomspace(low, 1.1 * top, 41)
+    shortest = float(norms.min(initial=longest, where=norms > 0))
+    low = max(shortest / 1.1, longest * 1e-4)
+    edges = np.geomspace(low, 1.1 * longest, 41)
     counts, _ = np.histogram(np.maximum(norms, low), edges)
     axes.stairs(counts, edges, fill=True, color=_BLUE, alpha=0.55)
     axes.set_xscale("log")
-    if top > 10 * low:  # powers of ten have labels; labels between them overlap
+    if longest > 10 * low:  # powers of ten have labels; labels between them overlap
         axes.xaxis.set_minor_formatter("")
-    if low * 1e-4 < bound < top * 1e4:  # a bound far away squeezes the histogram
+    if low * 1e-4 < bound < longest * 1e4:  # a bound far away squeezes the histogram
         axes.axvline(bound, color=_CLAY, linestyle="--", label=f"bound {bound:.3g}")
 
 
@@ -430,6 +433,7 @@ def _predictions(run: SavedRun) -> tuple[Array, Array]:
 
 
 def _groups(table: np.ndarray) -> str:
+    """A sentence for a figure of several groups; else empty."""
     width = table.shape[1]
     if width == 1:
         return ""

@@ -126,6 +126,7 @@ class _Tile(NamedTuple):
 
 
 def _header(run: SavedRun) -> Iterator[str]:
+    """Title, verdict, notices, and the numbers of the run."""
     yield f'<header>\n<p class="kicker">A run of dpjax, in {escape(run.path.resolve().name)}</p>'
     yield f"<h1>{escape(_name(run))}</h1>"
     yield f'<p class="verdict">{_verdict(run)}</p>'
@@ -144,10 +145,10 @@ def _header(run: SavedRun) -> Iterator[str]:
 def _tiles(run: SavedRun) -> Iterator[_Tile]:
     # The best proven bound is the claim; the small print has the others.
     (best, _), *others = run.epsilons.items()
-    bounds = [f"by {best}", *(f"{three_digits(value)} by {name}" for name, value in others)]
-    yield _Tile("epsilon", three_digits(run.epsilon), "; ".join(bounds))
+    methods = [f"by {best}", *(f"{three_digits(value)} by {name}" for name, value in others)]
+    yield _Tile("epsilon", three_digits(run.epsilon), "; ".join(methods))
     yield _Tile("delta", _delta(run))
-    small = first_and_guess(run)
+    small = first_and_guess(run)  # only below the first measure
     for name, value in measured(run).items():
         yield _Tile(MEASURES[name], shown(name, value), small)
         small = ""
@@ -160,8 +161,7 @@ def _tiles(run: SavedRun) -> Iterator[_Tile]:
 
 def _tile_html(tile: _Tile) -> str:
     small = f"<dd><small>{escape(tile.small)}</small></dd>" if tile.small else ""
-    name = escape(tile.name)
-    return f'<div><dt>{name}</dt><dd class="big">{tile.value}</dd>{small}</div>'
+    return f'<div><dt>{escape(tile.name)}</dt><dd class="big">{tile.value}</dd>{small}</div>'
 
 
 def _delta(run: SavedRun) -> str:
@@ -181,6 +181,7 @@ def _verdict(run: SavedRun) -> str:
 
 
 def _promise(run: SavedRun) -> Iterator[str]:
+    """The statements, and the heading of the figures that follow."""
     yield "<h2>What is promised</h2>"
     note = (
         "<h3>Privacy statement</h3><p>Who is protected, how, how much, and what is not covered. "
@@ -200,6 +201,7 @@ def _promise(run: SavedRun) -> Iterator[str]:
 
 
 def _made_with(config: dict[str, Any]) -> Iterator[str]:
+    """A section for the plain facts of `config.json`, and one for each group of facts in it."""
     if not config:
         return
     yield "<h2>What it was made with</h2>"

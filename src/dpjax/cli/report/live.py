@@ -76,6 +76,7 @@ def _figure(rows: list[dict[str, Any]], names: Sequence[str]) -> bytes:
 
 
 def _draw(axes: Axes, run: SavedRun, name: str) -> None:
+    """Draws one number of the log, or empty axes before its first value."""
     path = [name]
     color = "blue"
     if name.startswith(_PRIVATE):

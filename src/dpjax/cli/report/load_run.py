@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import Float
@@ -20,6 +21,8 @@ from dpjax._display import rate
 from dpjax._files import read_arrays, read_json, read_log
 from dpjax._rounding import upwards
 from dpjax.mechanism.card import check_format
+
+T = TypeVar("T")
 
 
 class Missing(LookupError):
@@ -43,7 +46,8 @@ class SavedRun(NamedTuple):
     def series(self, *names: str) -> Float[np.ndarray, "rows width"]:
         """The value of each row under these nested names: a number, or one per group, or NaN."""
         values = [_values(row, names) for row in self.rows]
-        # Rows of another width become NaN: an older version may have written them.
+        # Rows of another width stay NaN: an older version may have written them. A single number
+        # counts for all groups.
         width = max(map(len, values))
         table = np.full((len(values), width), np.nan)
         for line, value in zip(table, values, strict=True):
@@ -159,8 +163,8 @@ def read(directory: str | pathlib.Path, *, arrays: bool = True) -> SavedRun:
     rows = read_log(path / "metrics.jsonl")
     if not rows:
         raise FileNotFoundError(f"reports.report: {path}: expected a metrics.jsonl with a row.")
-    identity = _json(path / "run.json")
-    card = _json(path / "privacy.json")
+    identity = _if_there(path / "run.json", read_json)
+    card = _if_there(path / "privacy.json", read_json)
     # A killed run may leave the card of the run before it: that epsilon must not be on this page.
     if card is not None:
         check_format(card.get("mechanism"), str(path / "privacy.json"))
@@ -170,16 +174,18 @@ def read(directory: str | pathlib.Path, *, arrays: bool = True) -> SavedRun:
     evaluation = None
     diagnostics = None
     if arrays:
-        evaluation = _arrays(path / "evaluation.npz")
-        diagnostics = _arrays(path / "diagnostics.npz")
+        arrays_of = partial(read_arrays, call="reports.report")
+        evaluation = _if_there(path / "evaluation.npz", arrays_of)
+        diagnostics = _if_there(path / "diagnostics.npz", arrays_of)
+    text_of = partial(pathlib.Path.read_text, encoding="utf-8")
     return SavedRun(
         path=path,
         rows=rows,
         identity=identity,
         card=card,
-        statement=_text(path / "statement.txt"),
-        board=_text(path / "board.txt"),
-        config=_json(path / "config.json"),
+        statement=_if_there(path / "statement.txt", text_of),
+        board=_if_there(path / "board.txt", text_of),
+        config=_if_there(path / "config.json", read_json),
         evaluation=evaluation,
         diagnostics=diagnostics,
     )
@@ -190,16 +196,9 @@ def number(value: Any, otherwise: float = math.nan) -> float:
     return float(value) if isinstance(value, int | float) else otherwise
 
 
-def _json(file: pathlib.Path) -> dict[str, Any] | None:
-    return read_json(file) if file.is_file() else None
-
-
-def _arrays(file: pathlib.Path) -> dict[str, np.ndarray] | None:
-    return read_arrays(file, "reports.report") if file.is_file() else None
-
-
-def _text(file: pathlib.Path) -> str | None:
-    return file.read_text(encoding="utf-8") if file.is_file() else None
+def _if_there(file: pathlib.Path, read: Callable[[pathlib.Path], T]) -> T | None:
+    """The content of a file of the folder; None if the run has not written it."""
+    return read(file) if file.is_file() else None
 
 
 def _foreign(card: dict[str, Any], identity: dict[str, Any], rows: list[dict[str, Any]]) -> str:

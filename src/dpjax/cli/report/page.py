@@ -50,9 +50,9 @@ def table(rows: Mapping[str, Any], kind: str = "facts") -> str:
 
 def set_text(text: str) -> Iterator[str]:
     """Indented text as HTML: headings, and under them paragraphs, lists and tables."""
-    for block in re.split(r"\n\s*\n", text.strip("\n")):
+    for block in re.split(r"\n\s*\n", text.strip("\n")):  # at empty lines
         lines = [line.strip() for line in block.splitlines()]
-        rows = [re.split(r" {2,}", line) for line in lines]
+        rows = [re.split(r" {2,}", line) for line in lines]  # two spaces separate cells
         if not block.startswith(" "):
             yield f"<h4>{escape(block)}</h4>"
         elif lines[0].startswith("- "):

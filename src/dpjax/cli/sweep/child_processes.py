@@ -36,6 +36,7 @@ def run_all(
 ) -> Iterator[tuple[pathlib.Path, int, float]]:
     """Runs at most ``jobs`` commands in parallel; yields folder, status and seconds of each."""
     waiting = list(commands)
+    # The child of each folder, and the time at which it began.
     running = dict[pathlib.Path, tuple[subprocess.Popen[bytes], float]]()
     try:
         while waiting or running:
@@ -50,6 +51,7 @@ def run_all(
                     yield folder, child.returncode, time.time() - began
             time.sleep(0.05)
     finally:
+        # All children stop together, and save, before this process ends.
         for child, _ in running.values():
             child.terminate()
         for child, _ in running.values():

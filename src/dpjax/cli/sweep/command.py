@@ -105,7 +105,7 @@ def plan(given: flags.FlagValues, folder: pathlib.Path, tried: Candidates) -> li
     search = {name: value for name, value in values.items() if name not in _ELSEWHERE}
     if not path.exists():
         runs = draw(given, tried)
-        for trial in runs:  # before the plan binds this folder to them
+        for trial in runs:  # raises for wrong flags, before the plan binds this folder to them
             command(given, trial, folder)
         planned = {"search": search, "trials": [trial._asdict() for trial in runs]}
         replace(path, json.dumps(planned, indent=2) + "\n")
@@ -116,7 +116,7 @@ def plan(given: flags.FlagValues, folder: pathlib.Path, tried: Candidates) -> li
 
 
 def draw(given: flags.FlagValues, tried: Candidates) -> list[Trial]:
-    """Draws all runs of the search."""
+    """Draws all runs of the search: a random number of them, or as many as the flags name."""
     generator = np.random.default_rng(given.seed)
     number = number_of_runs(given)
     if number is not None:
@@ -190,8 +190,9 @@ def announce(given: flags.FlagValues, runs: Runs) -> None:
 
 def run_missing(given: flags.FlagValues, runs: Runs) -> int:
     """Runs all unfinished runs; returns the number of failures."""
-    left = runs.keys() - finished(runs).keys()
-    commands = {f: command(given, trial, f) for f, trial in runs.items() if f in left}
+    done = finished(runs)
+    left = [folder for folder in runs if folder not in done]
+    commands = {folder: command(given, runs[folder], folder) for folder in left}
     print(f"{len(left)} of {len(runs)} runs to do", flush=True)
     failed = 0
     for count, ended in enumerate(child_processes.run_all(commands, given.jobs), 1):
@@ -232,7 +233,7 @@ def conclude(given: flags.FlagValues, out: pathlib.Path, runs: Runs) -> None:
 
 def results(runs: Runs, *, single: bool = False) -> list[dict[str, Any]]:
     """A row for each setting, the best mean first; with ``single`` a row for each run."""
-    groups: dict[str, list[pathlib.Path]] = {}
+    groups: dict[str, list[pathlib.Path]] = {}  # the folders of a row
     for folder, trial in runs.items():
         name = folder.name if single else words(trial.settings)
         groups.setdefault(name, []).append(folder)
@@ -255,6 +256,7 @@ def results(runs: Runs, *, single: bool = False) -> list[dict[str, Any]]:
             "folders": [folder.name for folder in folders],
         }
         rows.append(row)
+    # Rows without a mean come last.
     return sorted(rows, key=lambda row: np.inf if row["mean"] is None else -row["mean"])
 
 

@@ -67,8 +67,8 @@ def prices(
         method = accounting.tightest(event, relation)
         return accounting.epsilon(event, delta, method, relation), method
 
-    kinds = list({repr(run.event): run.event for run in runs}.values())
-    one, by_one = max(cost(event) for event in kinds)
+    different_events = list({repr(run.event): run.event for run in runs}.values())
+    one, by_one = max(cost(event) for event in different_events)
     every_run, by_every = cost(accounting.compose(*(run.event for run in runs)))
     holds = "right only if its settings were fixed without these data"
     lines = [Price("one run alone", one, holds, by_one)]
@@ -76,8 +76,9 @@ def prices(
     lines.append(Price("all runs together", every_run, holds, by_every))
     if number is not None:
         name, mean = number
-        by = {"runs": mean, "distribution": name, "neighbours": relation}
-        best = accounting.select_best(kinds, delta, **by).epsilon_best
+        best = accounting.select_best(
+            different_events, delta, runs=mean, distribution=name, neighbours=relation
+        ).epsilon_best
         holds = "if that run alone is published, and how many ran stays secret"
         lines.append(Price(f"the best of a {name} number, {mean:g} on average", best, holds, "rdp"))
     return lines

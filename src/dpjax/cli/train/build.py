@@ -76,7 +76,9 @@ def read_options(pairs: list[str]) -> dict[str, Any]:
 
 def build_loss(given: flags.FlagValues, classes: int | None) -> losses.ExampleLoss:
     """The loss that the flags name; without ``classes`` the target is a number."""
-    table = REGRESSIONS if classes is None else LOSSES
+    table = LOSSES
+    if classes is None:
+        table = REGRESSIONS
     if given.loss not in table:
         raise ValueError(f"--loss={given.loss}: expected one of {', '.join(table)} for a target.")
     loss = table[given.loss](**read_options(given.loss_options))
@@ -115,10 +117,10 @@ def own_model(word: str, classes: int, options: dict[str, Any]) -> nn.Module:
         ) from error
     if not isinstance(model, nn.Module):
         parameters = inspect.signature(model).parameters
-        any_name = any(known.kind is known.VAR_KEYWORD for known in parameters.values())
+        takes_any_name = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
         # A function without `classes` is valid too, if its model has that many outputs.
         outputs = {}
-        if "classes" in parameters or any_name:
+        if "classes" in parameters or takes_any_name:
             outputs["classes"] = classes
         model = model(**outputs, **options)
     elif options:
@@ -146,16 +148,9 @@ def build_mechanism(
     rule = getattr(dpjax.clipping, given.clipping)
     if given.clipping == "grouped":
         rule = partial(rule, groups=given.groups)
-    options = {}
-    if given.sampling == "cyclic_poisson":
-        options["cycle"] = given.bands
-    unit = ""
-    if owners is None:
-        batches = dpjax.sampling.by_name(given.sampling, examples, given.batch_size, **options)
-    elif given.sampling != "poisson":
-        raise ValueError(f"--sampling={given.sampling}: expected poisson with --unit_column.")
-    else:
-        batches = dpjax.sampling.persons(owners, given.batch_size, given.most_rows)
+    batches = build_sampler(given, examples, owners)
+    unit = ""  # that of the sampler
+    if owners is not None:
         # Statements speak of one patient where the column is "Patient ID".
         noun = re.sub(r"[\W_]+id$", "", given.unit_column.lower())
         unit = re.sub(r"\W+", "_", noun).strip("_")
@@ -177,9 +172,31 @@ def build_mechanism(
         noise=build_strategy(given, batches, steps),
         unit=unit,
     )
+    return with_noise(given, mechanism)
+
+
+def build_sampler(
+    given: flags.FlagValues, examples: int, owners: np.ndarray | None = None
+) -> Sampler:
+    """The sampler of rows; or of persons, if ``owners`` has the person of each row."""
+    if owners is not None:
+        if given.sampling != "poisson":
+            raise ValueError(f"--sampling={given.sampling}: expected poisson with --unit_column.")
+        return dpjax.sampling.persons(owners, given.batch_size, given.most_rows)
+    options = {}
+    if given.sampling == "cyclic_poisson":
+        options["cycle"] = given.bands
+    return dpjax.sampling.by_name(given.sampling, examples, given.batch_size, **options)
+
+
+def with_noise(given: flags.FlagValues, mechanism: dpjax.Mechanism) -> dpjax.Mechanism:
+    """The mechanism with its noise scaled to the flag that is given: a risk, a multiplier, epsilon.
+
+    With a multiplier and only ``--max_epsilon`` it has as many steps as fit.
+    """
     if given.risk is not None:
-        most, wrong = map(float, given.risk.split("@"))
-        return mechanism.calibrate(true_positive_rate=most, false_positive_rate=wrong)
+        true_alarms, false_alarms = map(float, given.risk.split("@"))
+        return mechanism.calibrate(true_positive_rate=true_alarms, false_positive_rate=false_alarms)
     if given.noise_multiplier is None:
         # Calibration comes last, because epochs, schedule and preparation have a price too.
         return mechanism.calibrate(given.target_epsilon, given.delta, accountant(given, mechanism))
@@ -208,6 +225,7 @@ def build_strategy(
         return None
     bands = min(given.bands, steps)
     momentum = given.momentum if given.optimizer == "sgd" else 0.0
+    # In which steps an example takes part, if the sampler bounds it.
     taken = None if batches.participation is None else batches.participation(steps)
     build = {
         "banded": lambda: strategies.banded(steps, bands, taken, momentum=momentum),

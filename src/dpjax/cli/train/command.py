@@ -9,7 +9,6 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import flax.errors
@@ -19,7 +18,7 @@ import optax
 from absl import app, flags
 
 import dpjax
-from dpjax import data, features, losses, planning, processes, training, trees
+from dpjax import data, features, losses, planning, processes, training
 from dpjax._display import duration
 from dpjax._files import read_json
 from dpjax._rounding import three_digits, upwards
@@ -106,24 +105,30 @@ def require_extras(given: flags.FlagValues) -> None:
     otherwise = ""
     if given.dataset == "digits":
         modules.append("sklearn")
+    if given.dataset.endswith((".parquet", ".arrow", ".feather")):
+        modules.append("pyarrow")
     if given.report:
         modules.append("matplotlib.figure")
         otherwise = ", or give --noreport"
     require("dpjax train", *modules, otherwise=otherwise)
 
 
-def plan(given: flags.FlagValues) -> Planned:
-    """Builds all parts of the run, and refuses flags that do not fit each other or the data."""
+def require_consistent(given: flags.FlagValues) -> None:
+    """Refuses flags that contradict each other."""
     # Two flags for one quantity: one of them has no effect.
     several = [("noise_multiplier", "target_epsilon"), ("steps", "epochs")]
     several += [("risk", "target_epsilon"), ("risk", "noise_multiplier")]
     for one, other in several:
         if given[one].value is not None and given[other].present:
             raise app.UsageError(f"--{one} --{other}: expected one of the two, or --max_epsilon.")
-    for name, declared in (("label", False), ("classes", False), ("unit_column", True)):
-        if given[name].value and bool(given.columns) != declared:
-            need = "with" if declared else "without"
+    for name, need in (("label", "without"), ("classes", "without"), ("unit_column", "with")):
+        if given[name].value and bool(given.columns) != (need == "with"):
             raise app.UsageError(f"--{name}: expected {need} --columns, which declares the label.")
+
+
+def plan(given: flags.FlagValues) -> Planned:
+    """Builds all parts of the run, and refuses flags that do not fit each other or the data."""
+    require_consistent(given)
     try:
         # Data come first, because classes, sizes and sampling rate follow from them.
         dataset = load(given)
@@ -147,6 +152,7 @@ def plan(given: flags.FlagValues) -> Planned:
         per_epoch = None
         if given.loss == "composite":
             per_epoch = build.steps_per_epoch(given, examples)
+        # The file of an earlier run's parameters, if this run begins there.
         earlier = given.continue_from and processes.from_first(
             pathlib.Path(given.continue_from, "params.msgpack").read_bytes
         )
@@ -155,8 +161,9 @@ def plan(given: flags.FlagValues) -> Planned:
         # The budget comes last, because only the whole plan has a price.
         budget = None
         if given.max_epsilon is not None:
-            most = given.max_epsilon
-            budget = dpjax.ledger.Budget(epsilon=most, delta=given.delta, method=method)
+            budget = dpjax.ledger.Budget(
+                epsilon=given.max_epsilon, delta=given.delta, method=method
+            )
         dpjax.ledger.require(dpjax.ledger.empty(), mechanism, mechanism.steps, budget)
     except _MISTAKES as error:
         raise app.UsageError(f"{error}\nNothing was spent, nothing in --out touched.") from error
@@ -201,16 +208,13 @@ def execute(given: flags.FlagValues, planned: Planned) -> None:
     dataset = inputs.with_features(given, planned.dataset)
     processes.from_first(lambda: run_files.prepare(folder, overwrite=given.overwrite))
     moments = None
-    if planned.normalization is not None:
+    normalization = planned.normalization
+    if normalization is not None:
+        features_of_rows, _ = dataset.train
+        path = folder / run_files.MOMENTS
         # The first process releases the moments, because only it writes files.
         moments = processes.from_first(
-            partial(
-                inputs.release_once,
-                folder / run_files.MOMENTS,
-                planned.normalization,
-                dataset.train[0],
-                given.seed,
-            )
+            lambda: inputs.release_once(path, normalization, features_of_rows, given.seed)
         )
     dataset = inputs.with_scale(given, dataset, moments)
     algorithm = planned.algorithm(mechanism, dataset.train, budget=planned.budget)
@@ -227,6 +231,9 @@ def execute(given: flags.FlagValues, planned: Planned) -> None:
 
     first = first_parameters(planned.model, dataset, planned.earlier)
     key = None if given.seed is None else jax.random.key(given.seed)
+    how_chosen = None
+    if unsearched.is_whole(given):
+        how_chosen = planning.NO_SETTING
     state, _ = dpjax.fit(
         algorithm,
         algorithm.init(first, key),
@@ -238,6 +245,7 @@ def execute(given: flags.FlagValues, planned: Planned) -> None:
         configuration=configuration(given),
         save_every=given.save_every,
         held_out=dataset.held_out,
+        settings=how_chosen,
     )
     average = held(training.averaged(state.optimizer))
     if processes.first_process():
@@ -271,8 +279,8 @@ def announce(given: flags.FlagValues, planned: Planned) -> None:
     words = f"{mechanism.steps} steps with noise multiplier {np.mean(mechanism.multipliers):.4g}"
     if mechanism.before:
         words += ", together with the earlier runs,"
-    at = f"{three_digits(planned.epsilon)} at delta={upwards(given.delta, '.3g')}"
-    print(f"{words} cost epsilon {at}, by {planned.method}", flush=True)
+    epsilon = f"epsilon {three_digits(planned.epsilon)} at delta={upwards(given.delta, '.3g')}"
+    print(f"{words} cost {epsilon}, by {planned.method}", flush=True)
     if given.risk is not None:
         print(f"Noise is scaled to --risk={given.risk}: true alarms of an attack at false ones.")
     if given.seed is not None:
@@ -287,8 +295,7 @@ def describing(given: flags.FlagValues, dataset: data.Dataset) -> Callable[[Any]
     before = {}
     if (folder / "run.json").exists() and (folder / "config.json").exists():
         before = read_json(folder / "config.json")
-    train = dataset.train
-    x, _ = train.row if isinstance(train, data.Stream) else trees.one_row(train)
+    x = inputs.row_of(dataset)
     facts = {
         "inputs": {"shape": x.shape, "dtype": x.dtype.name, "outputs": dataset.classes or 1},
         "dataset": f"{dataset.name} {dataset.note}".strip(),
@@ -321,7 +328,7 @@ def report(given: flags.FlagValues, dataset: data.Dataset) -> None:
     print((folder / "statement.txt").read_text().partition("\n\nReferences\n")[0])
     run = read(folder)
     config = read_json(folder / "config.json")
-    for name, value in list(measured(run).items())[:1]:
+    for name, value in list(measured(run).items())[:1]:  # without test rows there is none
         reached = f"{MEASURES[name]} {shown(name, value)} on {dataset.name} {dataset.note}"
         print(f"\n{_sentence(reached)} {first_and_guess(run)}")
     others = others_and_guess(run)

@@ -39,9 +39,8 @@ class Evaluation:
         # Test rows are put on the device once, because every evaluation reads all of them.
         self.test = jax.tree.map(jnp.asarray, dataset.test)
         # A fixed sample: curves of norms compare the same examples over time.
-        last = dataset.examples - 1
-        places = np.linspace(0, last, min(_SAMPLE, dataset.examples)).astype(int)
-        self.sample = jax.tree.map(jnp.asarray, dataset.rows(places))
+        rows = dataset.rows(spread(dataset.examples, _SAMPLE))
+        self.sample = jax.tree.map(jnp.asarray, rows)
         self.outputs = jax.jit(functools.partial(outputs_of, model))
         self.bias = jax.jit(functools.partial(diagnostics.clipping_bias, loss, rule))
 
@@ -101,6 +100,11 @@ class Evaluation:
                 np.savez(file, norms=norms, bounds=self.rule.bounds)
 
 
+def spread(examples: int, most: int) -> np.ndarray:
+    """The numbers of at most ``most`` rows at equal distances, from the first to the last one."""
+    return np.linspace(0, examples - 1, min(most, examples)).astype(int)
+
+
 def outputs_of(model: nn.Module, params: Any, x: Any) -> Any:
     """The outputs of the model for each row."""
     return jax.lax.map(lambda row: model.apply({"params": params}, row), x, batch_size=500)
@@ -118,12 +122,16 @@ def first_parameters(model: Any, dataset: data.Dataset, params: bytes | None) ->
     (x,), _ = dataset.rows(np.array([0]))
     # Initial parameters are not secret, and an equal start makes runs comparable.
     fresh = jax.jit(model.init)(jax.random.key(0), jnp.asarray(x))["params"]
-    return fresh if params is None else trees.restored(params, fresh, "--continue_from")
+    if params is None:
+        return fresh
+    return trees.restored(params, fresh, "--continue_from")
 
 
 def held(params: Any) -> Any:
     """Parameters as this process can read them; where several run, each collects all shards."""
-    return params if jax.process_count() == 1 else jax.tree.map(trees.on_host, params)
+    if jax.process_count() == 1:
+        return params
+    return jax.tree.map(trees.on_host, params)
 
 
 def rehearse(
@@ -136,7 +144,11 @@ def rehearse(
     classes: int,
     epochs: bool,
 ) -> None:
-    """Traces the loss of one example ``x``; with ``epochs`` it takes the epoch too."""
+    """Traces the loss of one example without data, and raises if a part does not fit another.
+
+    ``x`` is the shape of an input, ``params`` are the parameters of an earlier run, and ``epochs``
+    is whether the loss takes the epoch.
+    """
     fresh = jax.eval_shape(model.init, jax.random.key(0), x).get("params", {})
     outputs = jax.eval_shape(model.apply, {"params": fresh}, x)
     # JAX clamps a label beyond the outputs to the last one, without an error.

@@ -38,8 +38,7 @@ def scale(given: flags.FlagValues, x: Any, moments: features.Moments | None) -> 
 
 def input_shape(given: flags.FlagValues, dataset: data.Dataset) -> jax.ShapeDtypeStruct:
     """Shape and dtype of one input of the network, computed without reading data."""
-    train = dataset.train
-    x, _ = train.row if isinstance(train, data.Stream) else trees.one_row(train)
+    x = row_of(dataset)
     if given.features == "none":
         return x
     # Shapes find a wrong flag before minutes of scattering.
@@ -49,6 +48,15 @@ def input_shape(given: flags.FlagValues, dataset: data.Dataset) -> jax.ShapeDtyp
         channels: Any = jax.ShapeDtypeStruct(row.shape[-1:], row.dtype)
         moments = features.Moments(channels, channels)
     return jax.eval_shape(lambda row, moments: scale(given, row, moments)[0], row, moments)
+
+
+def row_of(dataset: data.Dataset) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of the inputs of one row of the data set."""
+    if isinstance(dataset.train, data.Stream):
+        x, _ = dataset.train.row
+    else:
+        x, _ = trees.one_row(dataset.train)
+    return x
 
 
 def with_features(given: flags.FlagValues, dataset: data.Dataset) -> data.Dataset:

@@ -28,7 +28,11 @@ def is_whole(given: flags.FlagValues) -> bool:
 
 
 def apply(given: flags.FlagValues, examples: int) -> None:
-    """Sets the flags that were not typed; a flag that was typed is kept."""
+    """Sets the flags that were not typed; a flag that was typed is kept.
+
+    ``examples`` is the number of examples, or of persons. A typed rate, bound or optimizer keeps
+    all flags of its group.
+    """
     if not is_planned(given):
         return
     size = planning.size_for(examples, given.target_epsilon, given.delta)

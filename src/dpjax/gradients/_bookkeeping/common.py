@@ -3,11 +3,14 @@ r"""Common gradients: one gradient for all examples, and each example only scale
 
 A weight decay in the loss, $\ell_i + r(w)$, adds the same gradient $R = \nabla r$ to every
 example. The gain of a normalised kernel adds $R$ with columns scaled by numbers $c_i$ of the
-example. No example's gradient of the leaf is needed for them: with $D_i$ from all other sites,
+example: a *slice* of the leaf, here a column, has one number. No example's gradient of the leaf is
+needed for them: with $D_i$ from all other sites,
 
 $$ \lVert D_i + c_i R \rVert^2
    = \lVert D_i \rVert^2 + 2 \langle D_i, c_i R \rangle + \lVert c_i R \rVert^2, \qquad
    \sum_i f_i (D_i + c_i R) = \sum_i f_i D_i + \Big( \sum_i f_i c_i \Big) R. $$
+
+An *entry* is a site with its data and cotangents of a batch.
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ class Common(NamedTuple):
         return scales.reshape(*lead, *shape)
 
     def sum(self, factors: Squares) -> Array:
-        """The sum over examples; those with factor 0 contribute exactly 0."""
+        """The sum over examples; an example with factor 0 contributes exactly 0."""
+        # Otherwise scales that are not finite give 0 * NaN.
         counts = factors.reshape(-1, *(1,) * len(self.axes)) != 0
         scales = jnp.where(counts, self.scales, 0)
         total_scales = self.spread(weighted_sum(scales, factors))
@@ -59,7 +63,7 @@ class Common(NamedTuple):
 
 
 def _only(axes: Sequence[int], order: Sequence[int], shape: Sequence[int]) -> list[int]:
-    """The lengths of some axes, and 1 for others, in an order of all axes."""
+    """For each axis of ``order`` its length in ``shape`` if it is among ``axes``, otherwise 1."""
     return [shape[axis] if axis in axes else 1 for axis in order]
 
 
@@ -69,13 +73,15 @@ def divided(
     """For each leaf the entries with a gradient for each example, and the common gradients."""
     others: dict[int, list[Entry]] = {}
     commons: dict[int, list[Common]] = {}
-    # A site of several leaves, such as a weight decay of all, is computed once.
+    # One entry may belong to several leaves, as the weight decay of all does. It is computed once,
+    # and found by its identity, because arrays cannot be compared.
     entries_by_id = {id(e): e for entries in entries_of_leaves.values() for e in entries}
-    forms = {key: form_of(*entry) for key, entry in entries_by_id.items()}
+    forms_by_id = {key: form_of(*entry) for key, entry in entries_by_id.items()}
     computed: dict[int, tuple[dict[int, Array], Array]] = {}
     for leaf, entries in entries_of_leaves.items():
         sites = [entry.site for entry in entries]
-        chosen = common_sites(leaf, leaves[leaf], sites, [forms[id(e)] for e in entries])
+        forms = [forms_by_id[id(entry)] for entry in entries]
+        chosen = common_sites(leaf, leaves[leaf], sites, forms)  # their numbers
         others[leaf] = [entry for k, entry in enumerate(entries) if k not in chosen]
         if chosen:
             # Inner products with a common gradient read the numbers that the sum reads.
@@ -87,15 +93,18 @@ def divided(
                 computed[key] = _gradients_and_scales(entries[k], leaves)
             gradients, scales = computed[key]
             axes = entries[k].site.slices[leaf]
-            # Scales are in the order of the view's axes: transpose them to that of the leaf's.
-            order = sorted(range(len(axes)), key=lambda position: axes[position])
-            scales = _transposed(scales, order)
-            commons[leaf].append(Common(gradients[leaf], scales, tuple(sorted(axes))))
+            commons[leaf].append(_common(gradients[leaf], scales, axes))
     return others, commons
 
 
+def _common(gradient: Array, scales: Array, axes: Sequence[int]) -> Common:
+    """A common gradient, from scales whose axes are in the order of the view's axes."""
+    order = sorted(range(len(axes)), key=lambda position: axes[position])
+    return Common(gradient, _transposed(scales, order), tuple(sorted(axes)))
+
+
 def _gradients_and_scales(entry: Entry, leaves: Sequence[Array]) -> tuple[dict[int, Array], Array]:
-    """The common gradient of each leaf of an entry, and the numbers that scale its slices."""
+    """The common gradient of each leaf of an entry, and the scales ``[batch, *slices]`` of all."""
     site = entry.site
     ones = jnp.ones_like(site.unscaled(leaves))
     gradients = pulled(sorted(site.leaves), leaves, site.unscaled)(ones)
@@ -112,7 +121,14 @@ def _transposed(scales: Array, order: Sequence[int]) -> Array:
 def norms_with(
     leaf: int, others: Sequence[Entry], commons: Sequence[Common], leaves: Sequence[Array]
 ) -> tuple[Squares, Pieces | None]:
-    """As `leaf_norms.norms`, of gradients to which the common ones are added, if there are any."""
+    r"""As `leaf_norms.norms`, of gradients $D_i$ to which common ones $R_k$ are added, if any.
+
+    $$ \Big\lVert D_i + \sum_k R_k \Big\rVert^2 = \lVert D_i \rVert^2 + \sum_k \Big(
+       \sum_{j < k} 2 \langle R_k, R_j \rangle + \lVert R_k \rVert^2
+       + 2 \langle D_i, R_k \rangle \Big) $$
+
+    Here $R_k$ includes the scales of the example, and $D_i$ is a sum over the entries ``others``.
+    """
     if others:
         squares, pieces = norms(leaf, others, leaves, exact=bool(commons))
     else:
@@ -121,12 +137,12 @@ def norms_with(
     if not commons:
         return squares, pieces
     total = squares
-    lengths = jnp.sqrt(squares)
+    lengths = jnp.sqrt(squares)  # of all terms, as if none cancelled
     for k, common in enumerate(commons):
-        lengths = lengths + jnp.sqrt(_dot(common, common))
-        total = total + sum(
-            (1 if other is common else 2) * _dot(common, other) for other in commons[: k + 1]
-        )
+        square = _dot(common, common)
+        lengths = lengths + jnp.sqrt(square)
+        with_earlier = [2 * _dot(common, earlier) for earlier in commons[:k]]
+        total = total + sum([*with_earlier, square])
         total = total + 2 * sum(_cross(leaf, entry, common, leaves) for entry in others)
     # Terms that cancel leave an error relative to the terms, in the norm and in the sum.
     eps = jnp.finfo(leaves[leaf].dtype).eps
@@ -135,7 +151,7 @@ def norms_with(
 
 
 def _dot(a: Common, b: Common) -> Squares:
-    """Inner products of two common gradients, with the scales of each example."""
+    """Inner products ``[batch]`` of two common gradients, with the scales of each example."""
     unscaled_axes = tuple(
         axis for axis in range(a.gradient.ndim) if axis not in a.axes and axis not in b.axes
     )
@@ -144,19 +160,26 @@ def _dot(a: Common, b: Common) -> Squares:
 
 
 def _cross(leaf: int, entry: Entry, common: Common, leaves: Sequence[Array]) -> Squares:
-    """Inner products of a common gradient with an entry's own gradients."""
+    r"""Inner products ``[batch]`` of a common gradient with an entry's own gradients.
+
+    With the entry's outer products $x_s g_s^\top$ over positions s,
+
+    $$ \Big\langle \sum_s x_s g_s^\top, R \Big\rangle
+       = \sum_s \langle R^\top x_s, g_s \rangle. $$
+    """
     form = form_of(*entry)
-    assert form is not None
+    assert form is not None  # by `cost.common_sites`
     if form.indexed:
         rows = common.gradient.reshape(len(common.gradient), -1)
-        applied = rows[form.x[0]]
+        applied = rows[form.x[0]]  # one-hot columns times a matrix: rows of it
     else:
         applied = _applied(leaf, entry, form, common.gradient, leaves)
-    terms = applied * form.g
+    terms = applied * form.g  # [batch, blocks, positions, outputs]
     if not common.axes:
         return common.scales * _total(terms)
     assert form.axes is not None
-    # The slices are among the outputs, which the form counts in an order of its own.
+    # The slices are among the outputs, which the form counts in an order of its own. There is one
+    # block, and the scales of an example are the same at all positions.
     shape = common.gradient.shape
     outputs = form.axes.outputs
     order = sorted(range(len(common.axes)), key=lambda k: outputs.index(common.axes[k]))
@@ -169,8 +192,8 @@ def _cross(leaf: int, entry: Entry, common: Common, leaves: Sequence[Array]) -> 
 def _applied(
     leaf: int, entry: Entry, form: Outer, gradient: Array, leaves: Sequence[Array]
 ) -> Array:
-    """The inputs of a form times a common gradient, in the form's own layout."""
-    # The place of a form only rearranges, so its VJP brings the common gradient into the form.
+    """A common gradient times the inputs of a form: ``[batch, blocks, positions, outputs]``."""
+    # The map from the form to the leaf only rearranges. So its VJP is the inverse map.
     place, _ = placed(leaf, entry, form._replace(x=()), leaves)
     outputs = form.g.shape[3]
     zeros = [jnp.zeros((x.shape[1], x.shape[2], outputs), x.dtype) for x in form.x]
@@ -192,4 +215,5 @@ def _times_blocks(x: Array, matrices: Array) -> Array:
 
 
 def _total(terms: Array) -> Squares:
+    """The sum over all axes but that of the examples."""
     return jnp.sum(terms, axis=tuple(range(1, terms.ndim)))

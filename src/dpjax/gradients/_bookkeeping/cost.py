@@ -2,7 +2,8 @@
 """Costs: which rule computes the norms of a leaf, chosen by shapes only.
 
 A cost is a number of multiplications of a large matrix product, by measured ratios for other work.
-Each rule has two costs: the norms of a batch, and the clipped sum that follows them.
+Each rule has two costs: the norms of a batch, and the clipped sum that follows them. `leaf_norms`
+has the rules, and `outer_products` defines blocks, positions, inputs and outputs.
 """
 
 from __future__ import annotations
@@ -69,19 +70,21 @@ class _Sizes(NamedTuple):
 
 
 class _Costs(NamedTuple):
+    """The costs of a rule for one example."""
+
     norm: int
     sum: int
 
 
 def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | None]) -> Choice:
-    """The cheapest rule that fits; only shapes matter."""
+    """The cheapest rule of `leaf_norms` that fits the sites of a leaf; only shapes matter."""
     outers = [form for form in forms if form is not None]
     isometric = all(site.isometry for site in sites)
     if len(outers) < len(sites):
         return _by_derivative(leaf, sites, isometric)
     sizes = _sizes(outers)
-    # A second product rounds differently. For an isometry `norms` bounds that; other views need an
-    # operator norm, so their gradients are kept.
+    # The gradients are kept for the sum, or the sum comes from a second product, which rounds
+    # differently. For an isometry `norms` bounds that; other views need an operator norm.
     keep = leaf.size <= _ROOM * sizes.read or not isometric
     if _platforms.on_cpu():
         instantiated = _instantiated_on_cpu(leaf, sizes, keep)
@@ -91,7 +94,8 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
         keep = True
         instantiated = _Costs(norm=_product(sizes) + _KEPT_NUMBER * leaf.size, sum=0)
         paired = _paired_on_accelerator(sizes, short=all(outer.short for outer in outers))
-    # The next three rules take the norm of the view's gradient: only an isometry keeps it.
+    # The rules "product", "rows" and "gram" take the norm of the view's gradient. It is the norm of
+    # the leaf's gradient only for an isometry.
     one_form = isometric and aligned(outers) is not None
     if one_form and sizes.positions == 1 and not sizes.has_indices:
         operations = sizes.blocks * (sizes.inputs + sizes.outputs)
@@ -115,6 +119,7 @@ def _by_derivative(leaf: Array | Shape, sites: Sequence[Site], isometric: bool) 
 
 
 def _sizes(outers: Sequence[Outer]) -> _Sizes:
+    """Positions of all sites together; blocks, inputs and outputs are common to the sites."""
     _, blocks, _, outputs = outers[0].g.shape
     copied = [piece for outer in outers if outer.copied for piece in outer.x]
     read = [array for outer in outers for array in (*outer.x, outer.g)]
@@ -140,6 +145,7 @@ def _product(sizes: _Sizes) -> int:
 
 
 def _pairs(sizes: _Sizes) -> int:
+    """The number of pairs of positions."""
     return sizes.blocks * sizes.positions**2
 
 
@@ -178,7 +184,7 @@ def _paired_on_accelerator(sizes: _Sizes, short: bool) -> _Costs:
 def common_sites(
     index: int, leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | None]
 ) -> list[int]:
-    """The sites of a leaf whose gradients are better taken as common to all examples.
+    """Which sites of leaf number ``index`` are better taken as common to all examples.
 
     There are none if another site of the leaf needs an example's gradient for its inner product
     with a common gradient.
@@ -194,6 +200,7 @@ def common_sites(
 
 
 def _has_few_scales(index: int, leaf: Array | Shape, site: Site) -> bool:
+    """Whether a site only scales a few slices of leaf number ``index``."""
     axes = site.slices.get(index)
     if axes is None:
         return False
@@ -216,8 +223,11 @@ def _meets_common(
 
 
 def foresee(leaf: Shape, sites: Sequence[Site], index: int) -> Choice:
-    """The choice for a leaf, from shapes only."""
-    choices: list[Choice] = []
+    """The choice for leaf number ``index``, from shapes only.
+
+    It calls the functions of the run on shapes, so the two cannot differ.
+    """
+    choices: list[Choice] = []  # filled by the trace
 
     def on_shapes(data: Sequence[Sequence[Array]], cotangents: Sequence[Array]) -> None:
         forms = list(map(form_of, sites, data, cotangents))
@@ -239,7 +249,6 @@ def foresee(leaf: Shape, sites: Sequence[Site], index: int) -> Choice:
     def with_batch_axis(x: Shape) -> Shape:
         return jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
 
-    # The forecast calls the functions of the run, so the two cannot differ.
     data = [[with_batch_axis(x) for x in site.data] for site in sites]
     jax.eval_shape(on_shapes, data, [with_batch_axis(site.output) for site in sites])
     return choices[0]
@@ -253,19 +262,20 @@ def aligned(forms: Sequence[Outer]) -> list[Outer] | None:
     if first.axes is None:
         return None
     blocks, inputs, outputs = first.axes
-    result = []
+    aligned_forms = []
     for form in forms:
         if form.axes == first.axes:
-            result.append(form)
+            aligned_forms.append(form)
         elif form.axes == (blocks, outputs, inputs) and not form.indexed:
-            # Tied weights: one use contracts the axis that the other produces.
+            # Tied weights: one use contracts the axis that the other produces. The transpose of a
+            # sum of outer products exchanges the two factors.
             inputs_of_form = jnp.concatenate(form.x, axis=2)
             x = jnp.swapaxes(form.g, 2, 3)
             g = jnp.swapaxes(inputs_of_form, 2, 3)
-            result.append(form._replace(x=(x,), g=g))
+            aligned_forms.append(form._replace(x=(x,), g=g))
         else:
             return None
-    return result
+    return aligned_forms
 
 
 def as_large_as_cotangents(leaf: Array | Shape, sites: Sequence[Site]) -> bool:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The book-keeping engine: clipped sums without per-example gradients.
 
-One forward and one backward pass give the data and the cotangent of each example at every site.
+One forward and one backward pass give the data and the cotangent of each example at every site,
+which is a place where the loss uses parameters. From them follow the norms of all gradients, from
+the norms the factors, and from the factors the clipped sum.
 
 References:
   Goodfellow, "Efficient Per-Example Gradient Computations", 2015; Bu et al.,
@@ -15,15 +17,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Bool
 
 from dpjax import trees
-from dpjax.gradients._bookkeeping.common import divided, norms_with
+from dpjax.gradients._bookkeeping.common import Common, divided, norms_with
 from dpjax.gradients._bookkeeping.leaf_norms import squared
 from dpjax.gradients._bookkeeping.leaf_sums import (
     Entry,
     LeafSum,
     Pieces,
+    Squares,
     clipped_sums,
     instantiated,
     into_table,
@@ -36,74 +39,104 @@ from dpjax.gradients.traced import Traced
 from dpjax.types import ClippedSum, Clipping, PyTree
 
 
+class _LeafUses(NamedTuple):
+    """The results of the backward pass for one leaf."""
+
+    squares: Squares  # of the norm of each example's gradient of the leaf
+    pieces: Pieces | None  # these gradients, if they are in memory
+    entries: Sequence[Entry] = ()  # the sites with a gradient for each example
+    commons: Sequence[Common] = ()  # gradients that all examples share
+
+
 def ghost(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTree) -> ClippedSum:
     """The clipped sum; an engine as in `dpjax.gradients.batching`."""
-    groups = rule.partition.assign(params)
     leaves = wide_leaves(params)
+    groups = rule.partition.assign(params)  # the group of each leaf
     losses, aux, entries, gradients = backward(loss, params, rows.batch)
-
+    uses_of_leaves = _with_norms(entries, gradients, leaves)
     squares = [jnp.zeros_like(losses, trees.wide(losses.dtype))] * rule.partition.size
-    pieces: dict[int, Pieces | None] = {}
-    for i, gradient in gradients.items():
-        square = trees.group_norms([gradient], (0,), 1)[:, 0] ** 2
-        squares[groups[i]] = squares[groups[i]] + square
-        # A materialised leaf has its per-example gradients: they are summed as they are.
-        pieces[i] = Pieces([gradient])
-    entries, commons = divided(entries, leaves)
-    together = computed(entries, leaves)
-    for i, leaf_entries in entries.items():
-        if i in together:
-            square = squared(together[i])
-            pieces[i] = Pieces([together[i]])
-        else:
-            square, pieces[i] = norms_with(i, leaf_entries, commons[i], leaves)
-        squares[groups[i]] = squares[groups[i]] + square
-    # Squared norms of leaves add up within a group.
+    for i, uses in uses_of_leaves.items():
+        # Squared norms of leaves add up within a group.
+        squares[groups[i]] = squares[groups[i]] + uses.squares
     norms = jnp.sqrt(jnp.stack(squares, axis=-1))
     real = rows.mask[:, None]
     factors = jnp.where(real, rule.factors(norms), 0) * rows.weights
-
-    sums = jax.tree.leaves(start)
-    leaf_sums: dict[int, LeafSum] = {}
-    for i, leaf_pieces in pieces.items():
-        leaf_factors = factors[:, groups[i]]
-        leaf_entries = entries.get(i, [])
-        if leaf_pieces is not None:
-            leaf_sums[i] = of_kept(leaf_pieces, leaf_factors)
-            continue
-        if not leaf_entries:
-            continue
-        add_to_table = into_table(i, leaf_entries)
-        if add_to_table is not None:
-            # The sum is added in place, because a microbatch of a language model touches few rows
-            # of a table that is larger than all other leaves.
-            sums[i] = add_to_table(sums[i], leaf_factors)
-        else:
-            leaf_sums[i] = recomputed(i, leaf_entries, leaf_factors, leaves)
+    factors_of_leaves = {i: factors[:, groups[i]] for i in uses_of_leaves}
     sound = jnp.all(jnp.isfinite(norms), axis=1)
-    for i, leaf_sum in clipped_sums(leaf_sums, sound).items():
-        sums[i] = sums[i] + leaf_sum.astype(sums[i].dtype)
-    for i, leaf_commons in commons.items():
-        for common in leaf_commons:
-            common_sum = common.sum(factors[:, groups[i]])
-            sums[i] = sums[i] + common_sum.astype(sums[i].dtype)
+    sums = _plus_sums(jax.tree.leaves(start), uses_of_leaves, factors_of_leaves, leaves, sound)
     value = jax.tree.structure(params).unflatten(sums)
     losses = jnp.where(rows.mask, losses, 0)
     norms = jnp.where(real, norms, 0)
     return ClippedSum(value, losses, norms, factors, aux)
 
 
+def _with_norms(
+    entries: Mapping[int, Sequence[Entry]], gradients: Mapping[int, Array], leaves: Sequence[Array]
+) -> dict[int, _LeafUses]:
+    """The uses of each leaf, from its sites or, if it is materialised, its gradients."""
+    uses_of_leaves: dict[int, _LeafUses] = {}
+    for i, gradient in gradients.items():
+        norms = trees.group_norms([gradient], (0,), 1)[:, 0]  # the leaf as the only group
+        uses_of_leaves[i] = _LeafUses(norms**2, Pieces([gradient]))
+    entries, commons = divided(entries, leaves)
+    gradients_of_computed = computed(entries, leaves)
+    for i, leaf_entries in entries.items():
+        if i in gradients_of_computed:
+            squares = squared(gradients_of_computed[i])
+            pieces = Pieces([gradients_of_computed[i]])
+        else:
+            squares, pieces = norms_with(i, leaf_entries, commons[i], leaves)
+        uses_of_leaves[i] = _LeafUses(squares, pieces, leaf_entries, commons[i])
+    return uses_of_leaves
+
+
+def _plus_sums(
+    start: Sequence[Array],
+    uses_of_leaves: Mapping[int, _LeafUses],
+    factors: Mapping[int, Squares],
+    leaves: Sequence[Array],
+    sound: Bool[Array, " batch"],
+) -> list[Array]:
+    """The arrays of ``start``, one for each leaf, plus the leaf's clipped sum.
+
+    ``factors`` has an array ``[batch]`` for each leaf. An example is sound if its norms are finite.
+    """
+    totals = list(start)
+    leaf_sums: dict[int, LeafSum] = {}
+    for i, uses in uses_of_leaves.items():
+        if uses.pieces is not None:
+            leaf_sums[i] = of_kept(uses.pieces, factors[i])
+            continue
+        if not uses.entries:
+            continue  # all gradients of the leaf are common
+        add_to_table = into_table(i, uses.entries)
+        if add_to_table is not None:
+            # The sum is added in place, because a microbatch of a language model touches few rows
+            # of a table that is larger than all other leaves.
+            totals[i] = add_to_table(totals[i], factors[i])
+        else:
+            leaf_sums[i] = recomputed(i, uses.entries, factors[i], leaves)
+    for i, leaf_sum in clipped_sums(leaf_sums, sound).items():
+        totals[i] = totals[i] + leaf_sum.astype(totals[i].dtype)
+    for i, uses in uses_of_leaves.items():
+        for common in uses.commons:
+            common_sum = common.sum(factors[i])
+            totals[i] = totals[i] + common_sum.astype(totals[i].dtype)
+    return totals
+
+
 def computed(
     entries_of_leaves: Mapping[int, Sequence[Entry]], leaves: Sequence[Array]
 ) -> dict[int, Array]:
-    """Per-example gradients of leaves that make kernels.
+    """Per-example gradients ``[batch, ...]`` of leaves from which the loss computes its kernels.
 
-    The norm of such a leaf's gradient does not follow from the norm of the kernel's gradient.
+    The norm of such a leaf's gradient does not follow from the norm of the kernel's gradient,
+    unless the kernel is an isometry: the same numbers in another order.
     """
     # A leaf with a common gradient is not among them: by `cost.common_sites` its other sites are
     # isometric.
     wanted = []
-    entries_by_id: dict[int, Entry] = {}
+    entries_by_id: dict[int, Entry] = {}  # an entry of several leaves once
     for leaf, entries in entries_of_leaves.items():
         if not all(entry.site.isometry for entry in entries):
             wanted.append(leaf)
@@ -125,7 +158,10 @@ class Backward(NamedTuple):
 
 
 def backward(loss: Traced, params: PyTree, batch: PyTree) -> Backward:
-    """One vmapped backward pass."""
+    """One vmapped forward and backward pass, with a zero *tap* on the output of each site.
+
+    The derivative by a tap is the cotangent of that output.
+    """
     leaves = jax.tree.leaves(params)
     program = loss.program(params, trees.one_row(batch))
     # Taps and leaves are not batched: vmap of the derivative gives each example's own cotangents.

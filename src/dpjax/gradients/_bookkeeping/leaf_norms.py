@@ -47,14 +47,26 @@ _ROUNDINGS = 4
 def norms(
     leaf: int, entries: Sequence[Entry], leaves: Sequence[Array], exact: bool
 ) -> tuple[Squares, Pieces | None]:
-    """Squared norms of a leaf's gradients, and these if they are kept; ``exact`` as in `placed`."""
+    """The squared norm of each example's gradient of a leaf, by the rule that `choose` names.
+
+    Args:
+      leaf: The number of the leaf.
+      entries: All sites of the leaf, with the data and cotangents of the batch.
+      leaves: All leaves of the parameters.
+      exact: As for `leaf_sums.placed`.
+
+    Returns:
+      ``[batch]``, and the per-example gradients where the clipped sum is to be taken of them; None
+      where it comes from another product.
+    """
     forms = [form_of(*entry) for entry in entries]
     choice = choose(leaves[leaf], [entry.site for entry in entries], forms)
     if choice.rule == "gram":
-        # The sum comes from a second product, of the same rounded numbers.
+        # The sum comes from a second product, which reads the same rounded numbers.
         forms = [form_of(*entry.rounded()) for entry in entries]
     known_forms = [form for form in forms if form is not None]
     outers = aligned(known_forms)
+    # The next three rules are only chosen if the forms can be aligned.
     if choice.rule == "product" and outers is not None:
         x_squares, g_squares = _squared_lengths(outers[0])
         return jnp.sum(x_squares * g_squares, axis=(1, 2)), None
@@ -89,7 +101,15 @@ def _instantiated_pieces(
 
 
 def _gram_norms(forms: Sequence[Outer]) -> Squares:
-    """Inner products between positions, within each site and between any two sites."""
+    r"""The gram rule, over all positions of all sites of a leaf.
+
+    $$ \sum_{a, b} \sum_{h, s, t} \langle x^a_{hs}, x^b_{ht} \rangle
+       \langle g^a_{hs}, g^b_{ht} \rangle $$
+
+    Here $a$ and $b$ are sites, $h$ is a block, and $s$ and $t$ are positions of the two sites.
+    """
+    # The numbers of a `short` form are exact in one pass of an accelerator, and differences from
+    # their mean are not. Row numbers have no mean.
     if _platforms.on_cpu() and not any(form.indexed for form in forms):
         forms = [_centred(forms)]
     first = forms[0].g
@@ -100,10 +120,10 @@ def _gram_norms(forms: Sequence[Outer]) -> Squares:
         precision = None if a.short and b.short else HIGHEST
         x_products = _inner_products(a, b, precision)
         g_products = product("bhsn,bhtn->bhst", a.g, b.g, precision)
-        count = 1 if i == j else 2
+        count = 1 if i == j else 2  # a pair of different sites stands for both orders
         total = total + count * jnp.sum(x_products * g_products, axis=(1, 2, 3))
-    # Terms that cancel leave an error relative to the terms. A negative total is a NaN norm,
-    # which drops the example.
+    # Terms that cancel leave an error relative to the terms. Without the maximum, a total below 0
+    # has a NaN root, which drops the example.
     error = _ROUNDINGS * jnp.finfo(total.dtype).eps * _uncancelled(forms) ** 2
     return jnp.maximum(total, 0) + error
 
@@ -126,10 +146,10 @@ def _centred(forms: Sequence[Outer]) -> Outer:
 
 
 def _row_norms(form: Outer) -> Squares:
-    """The cotangents of each row of a table are summed, and each sum is squared once."""
+    """The rows rule: the cotangents of each row of a table are summed, and each sum is squared."""
     (indices,) = form.x
     equal = indices[..., :, None] == indices[..., None, :]
-    same_row = equal.astype(form.g.dtype)
+    same_row = equal.astype(form.g.dtype)  # [batch, blocks, positions, positions]
     row_sums = product("bhst,bhtd->bhsd", same_row, form.g)
     row_squares = jnp.sum(row_sums**2, axis=3)
     # All positions that take a row have its sum, and each adds its part of the square.
@@ -138,7 +158,7 @@ def _row_norms(form: Outer) -> Squares:
 
 
 def _rounded_up(squares: Squares, forms: Sequence[Outer]) -> Squares:
-    """Squared norms of gradients that another product sums, with a bound on its rounding."""
+    """Squared norms, raised by a bound on the rounding of the sum, if another product sums."""
     if not forms:
         return squares
     # The bound is relative to the terms, which may cancel to the last digits.

@@ -80,19 +80,23 @@ def of_kept(pieces: Pieces, factors: Squares) -> LeafSum:
 def recomputed(
     leaf: int, entries: Sequence[Entry], factors: Squares, leaves: Sequence[Array]
 ) -> LeafSum:
-    """The sum from the data and scaled cotangents of all sites of a leaf."""
-    scaled = [entry.rounded().scaled(factors) for entry in entries]
-    arrays_of_sites = [x for entry in scaled for x in entry.data]
+    """The sum of a leaf by one product for each of its sites: data times scaled cotangents.
 
-    def total(arrays: Sequence[Array]) -> Array:
-        remaining = iter(arrays)
+    The cotangents are 0 for a factor of 0. The data are the arrays of the sum, because data that
+    are not finite need a mask as well.
+    """
+    scaled = [entry.rounded().scaled(factors) for entry in entries]
+    data_of_sites = [x for entry in scaled for x in entry.data]
+
+    def total(data_of_sites: Sequence[Array]) -> Array:
+        remaining = iter(data_of_sites)
         masked = []
         for entry in scaled:
             data = [next(remaining) for _ in entry.data]
             masked.append(entry._replace(data=data))
         return summed(leaf, masked, leaves)
 
-    return LeafSum(arrays_of_sites, total)
+    return LeafSum(data_of_sites, total)
 
 
 def clipped_sums(sums: Mapping[int, LeafSum], sound: Bool[Array, " batch"]) -> dict[int, Array]:
@@ -150,13 +154,14 @@ def weighted_sum(gradients: Array, factors: Squares) -> Array:
 
 
 def summed(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> Array:
-    """The sum of the examples' gradients of a leaf, site by site."""
+    """The sum over examples of the gradients of a leaf; each site takes its best product."""
     total = jnp.zeros_like(leaves[leaf])
     for entry in entries:
         form = form_of(*entry)
         if form is not None and form.short:
+            # The matrix unit rounds what it multiplies, so each half of a cotangent has a pass.
             pull_back = _summing(leaf, entry, leaves)
-            sums = list(map(pull_back, halves(entry.cotangent)))
+            sums = [pull_back(half) for half in halves(entry.cotangent)]
             total = added([total, *sums])
             continue
         if form is not None and not form.indexed:
@@ -186,7 +191,7 @@ def halves(x: Array) -> tuple[Array, Array]:
 
 
 def _summing(leaf: int, entry: Entry, leaves: Sequence[Array]) -> Callable[[Array], Array]:
-    """From cotangents of all examples at one site to the sum of their gradients of a leaf."""
+    """The VJP of a site for all examples: from their cotangents to the sum of their gradients."""
     apply = jax.vmap(entry.site.apply, (None, 0))
 
     def outputs(leaves: Sequence[Array]) -> Array:
@@ -197,12 +202,16 @@ def _summing(leaf: int, entry: Entry, leaves: Sequence[Array]) -> Callable[[Arra
 
 
 def into_table(leaf: int, entries: Sequence[Entry]) -> Callable[[Array, Squares], Array] | None:
-    """Adds the clipped sum of a table to a total; None for other leaves."""
+    """``(total, factors) -> total``, which adds the clipped sum of a table in place.
+
+    A batch uses few rows of a table, so a separate sum is mostly zeros. The result is None for a
+    leaf that is not a table, and for one that is used twice, after a change, or in a scan: rows of
+    its forms are not rows of the leaf.
+    """
     if len(entries) > 1:
         return None
     (entry,) = entries
     site = entry.site
-    # A table that is used as it is, outside of scans: rows of the form are rows of the leaf.
     if site.stacks or not site.isometry or site.leaves != {leaf}:
         return None
     form = form_of(*entry)
@@ -210,7 +219,6 @@ def into_table(leaf: int, entries: Sequence[Entry]) -> Callable[[Array, Squares]
         return None
 
     def add(total: Array, factors: Squares) -> Array:
-        # A batch uses few rows, so a separate sum is mostly zeros.
         scaled = form_of(*entry.scaled(factors))
         assert scaled is not None
         rows = scaled.g.reshape(-1, *total.shape[1:])
@@ -226,6 +234,7 @@ def _over_all(form: Outer) -> list[Array]:
 
 
 def _sum_of_products(x: Array, g: Array) -> Array:
+    """One piece of the inputs of `_over_all`."""
     blocks, _, outputs = g.shape[1:]
     if blocks > 1:
         return product("bhks,bhsd->hkd", x, g)
@@ -238,20 +247,21 @@ def _sum_of_products(x: Array, g: Array) -> Array:
 def placed(
     leaf: int, entry: Entry, form: Outer, leaves: Sequence[Array], exact: bool = True
 ) -> tuple[Callable[[Sequence[Array]], Array], list[Array]]:
-    """Each example's gradient in the pieces of its form, and the map from pieces to the leaf.
+    """The map from pieces of a gradient to the leaf, and each example's gradient in such pieces.
 
-    Unless ``exact``, they are rounded as the product of the loss rounds, or to bfloat16.
+    A piece is ``[blocks, inputs, outputs]``. Unless ``exact``, the gradients are rounded as the
+    product of the loss rounds, or to bfloat16.
     """
     pull_back = pulled([leaf], leaves, entry.site.of)
 
-    def place(parts: Sequence[Array]) -> Array:
-        return pull_back(form.joined(parts))[leaf]
+    def place(pieces: Sequence[Array]) -> Array:
+        return pull_back(form.joined(pieces))[leaf]
 
     return place, _products(entry, form, exact)
 
 
 def _products(entry: Entry, form: Outer, exact: bool) -> list[Array]:
-    """The outer products of each example, summed over positions."""
+    """Each example's outer products, summed over positions, for each piece of the inputs."""
     precision = precision_of(entry.site.equation.params)
     if exact and not form.short:  # the numbers of a `short` form are exact in one pass
         precision = HIGHEST
@@ -261,7 +271,8 @@ def _products(entry: Entry, form: Outer, exact: bool) -> list[Array]:
 
     def product_of(x: Array, g: Array) -> Array:
         if as_bfloat16:
-            x, g = x.astype(jnp.bfloat16), g.astype(jnp.bfloat16)
+            x = x.astype(jnp.bfloat16)
+            g = g.astype(jnp.bfloat16)
         return product("bhks,bhsd->bhkd", x, g, precision)
 
     return [product_of(x, form.g) for x in form.x]
@@ -274,23 +285,30 @@ def instantiated(
     leaves: Sequence[Array],
     exact: bool = True,
 ) -> dict[int, Float[Array, "batch ..."]]:
-    """Each example's gradients of some leaves, from all their sites; ``exact`` as in `placed`."""
-    gradients_of_views: dict[Any, list[Array]] = {}
+    """Each example's gradients of the ``wanted`` leaves, from all sites of these leaves.
+
+    A form gives the gradient of the view at its site; the gradients of one view are added. They and
+    the cotangents of all other sites are then pulled back together: what leaves share, such as a
+    kernel or a norm of all parameters, may take longer than the sites. ``exact`` as in `placed`.
+    """
+    gradients_of_views: dict[Any, list[Array]] = {}  # by the function from leaves to the view
     others: list[Entry] = []
     for entry, form in zip(entries, forms, strict=True):
         if form is None or form.indexed:
             others.append(entry)
         else:
             gradients = jax.vmap(form.joined)(_products(entry, form, exact))
-            uses = gradients_of_views.setdefault(entry.site.of, [])
-            uses.append(trees.widened_exactly(gradients))
+            of_view = gradients_of_views.setdefault(entry.site.of, [])
+            of_view.append(trees.widened_exactly(gradients))
     differentiated = sorted(union(entry.site.leaves for entry in entries))
 
     def pulled_back(
         data: Sequence[Sequence[Array]], cotangents: Sequence[Array]
     ) -> dict[int, Array]:
+        """The gradients of one example, from its data at the other sites."""
+
         def views_and_outputs(leaves: Sequence[Array]) -> list[Array]:
-            memo: Memo = {}
+            memo: Memo = {}  # of values that several views and sites compute
             values = [view(leaves, memo) for view in gradients_of_views]
             for entry, entry_data in zip(others, data, strict=True):
                 values.append(entry.site.apply(leaves, entry_data, memo))
@@ -298,8 +316,6 @@ def instantiated(
 
         return pulled(differentiated, leaves, views_and_outputs)(cotangents)
 
-    # One derivative for all: a value that they share, such as a kernel or a norm of all parameters,
-    # may take longer than the sites.
     cotangents = list(map(added, gradients_of_views.values()))
     cotangents += [entry.cotangent for entry in others]
     gradients = jax.vmap(pulled_back)([entry.data for entry in others], cotangents)
@@ -311,7 +327,7 @@ def pulled(
     leaves: Sequence[Array],
     function: Callable[[Sequence[Array]], Any],
 ) -> Callable[[Any], dict[int, Array]]:
-    """The VJP of a function of all leaves with respect to some of them."""
+    """The VJP at ``leaves`` of a function of all leaves, with respect to some of them."""
 
     def of_some(chosen: dict[int, Array]) -> Any:
         return function([chosen.get(i, leaf) for i, leaf in enumerate(leaves)])

@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Outer products: one form for the gradients of matrix products, convolutions and embeddings.
 
-The gradient of the view is a sum of outer products over positions, perhaps in several blocks,
+One example's gradient of the view is a sum of outer products over positions $s$,
 
-$$ G_{hkd} = \sum_s x_{hks} \, g_{hsd}. $$
+$$ G_{hkd} = \sum_s x_{hks} \, g_{hsd}, $$
 
-A use without such a form has the VJP of the equation.
+with blocks $h$, inputs $k$ and outputs $d$. The $x$ are made of the data at the site, the $g$ of
+the cotangent. For ``x @ w`` with a sequence ``x`` of tokens, positions are the tokens, inputs the
+rows of ``w`` and outputs its columns. A use without such a form has the VJP of the equation.
+
+A form receives data and cotangents with the leading axes ``[batch, *rounds]``: the examples, and an
+axis for each scan around the site. ``lead`` is their number, and axis numbers of equations do not
+count them.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -87,7 +94,12 @@ def rounded(x: Array) -> Array:
 
 
 def without_stacks(site: Site, outer: Outer) -> Outer:
-    """Makes blocks of the rounds of a scan if the scan slices the view, else positions."""
+    """Removes the axes of rounds from a form, whose arrays are ``[batch, *rounds, blocks, ..]``.
+
+    If a scan slices the view, as stacked layers, each round has a gradient of its own slice: the
+    rounds become blocks. If all rounds share the view, their gradients add up: the rounds become
+    positions.
+    """
     pieces = list(outer.x)
     g = outer.g
     place = outer.place
@@ -98,8 +110,9 @@ def without_stacks(site: Site, outer: Outer) -> Outer:
         if site.stacks[scan]:
             g = _merged(g, rounds_axis, blocks_axis)
             pieces = [_merged(piece, rounds_axis, blocks_axis) for piece in pieces]
-            place = _by_round(place, site.output.shape[scan])
+            place = _by_round(place, rounds=site.output.shape[scan])
         else:
+            # Positions come after the blocks in `g`, and are the last axis of `x`.
             g = _merged(g, rounds_axis, blocks_axis + 1)
             pieces = [_merged(piece, rounds_axis, piece.ndim - 1) for piece in pieces]
     return outer._replace(x=tuple(pieces), g=g, place=place)
@@ -112,6 +125,8 @@ def _merged(array: Array, axis: int, into: int) -> Array:
 
 
 def _by_round(place: Callable[[Array], Array], rounds: int) -> Callable[[Array], Array]:
+    """Places a gradient ``[rounds * blocks, inputs, outputs]`` of stacked views, round by round."""
+
     def place_rounds(gradient: Array) -> Array:
         blocks = gradient.shape[0] // rounds
         return jax.vmap(place)(gradient.reshape(rounds, blocks, *gradient.shape[1:]))
@@ -120,99 +135,120 @@ def _by_round(place: Callable[[Array], Array], rounds: int) -> Callable[[Array],
 
 
 def dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
-    """A matrix product: it contracts inputs; free axes of the data are positions."""
+    """The form of a matrix product of the view with the data.
+
+    Its contracted axes are the inputs, and its batch axes, which are not the examples, the blocks.
+    The free axes of the data are the positions, and the free axes of the view are the outputs.
+    """
     if cotangent.size == 0 or data[0].size == 0:
         return None  # the derivative gives the zeros of an empty product
-    contracted, batch = site.equation.params["dimension_numbers"]
-    view = site.operand
+    view = site.operand  # the view is the left operand, 0, or the right one, 1
     other = 1 - view
-    # Contracted axes in the order of the leaf, so transposed uses of the leaf can be compared.
+    contracted, batch = site.equation.params["dimension_numbers"]
+    # Each contracted axis of the view with that of the data, in the order of the leaf's axes. So
+    # `cost.aligned` can compare two uses of one leaf, one of them transposed.
     pairs = list(zip(contracted[view], contracted[other], strict=True))
     pairs.sort(key=lambda pair: _leaf_axis(site, pair[0]))
-    inputs = [pair[0] for pair in pairs]
-    inputs_of_data = [pair[1] for pair in pairs]
-    outputs = [a for a in range(len(site.shape)) if a not in (*inputs, *batch[view])]
+    inputs = [view_axis for view_axis, _ in pairs]
+    inputs_of_data = [data_axis for _, data_axis in pairs]
+    view_axes = range(len(site.shape))
+    outputs = [axis for axis in view_axes if axis not in (*inputs, *batch[view])]
 
     (x,) = data
     lead = 1 + len(site.stacks)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         x = x.astype(cotangent.dtype)  # the square of an int8 overflows
-    rank = x.ndim - lead
-    free = [a for a in range(rank) if a not in (*inputs_of_data, *batch[other])]
+    data_axes = range(x.ndim - lead)
+    free = [axis for axis in data_axes if axis not in (*inputs_of_data, *batch[other])]
     groups = (batch[other], free, inputs_of_data)
     sizes = [math.prod(x.shape[lead + axis] for axis in axes) for axes in groups]
-    blocks, positions, _ = sizes
     x = _arranged(x, lead, [*batch[other], *free, *inputs_of_data], sizes)
-    x = jnp.swapaxes(x, -1, -2)
-    around = cotangent.shape[:lead]
-    # The axes of the output are the batch, then the free axes of the left, then of the right.
+    x = jnp.swapaxes(x, -1, -2)  # [batch, *rounds, blocks, inputs, positions]
+    blocks, positions, _ = sizes
+    # The cotangent has the batch axes, then the free axes of the left operand, then of the right.
+    # It becomes [batch, *rounds, blocks, positions, outputs].
     if view == 1:
-        g = cotangent.reshape(*around, blocks, positions, -1)
+        g = cotangent.reshape(*cotangent.shape[:lead], blocks, positions, -1)
     else:
-        g = cotangent.reshape(*around, blocks, -1, positions)
+        g = cotangent.reshape(*cotangent.shape[:lead], blocks, -1, positions)
         g = jnp.swapaxes(g, -1, -2)
     order = [*batch[view], *inputs, *outputs]
 
     def place(gradient: Array) -> Array:
+        """``[blocks, inputs, outputs]`` in the layout of the view."""
         split = gradient.reshape([site.shape[axis] for axis in order])
-        return jnp.transpose(split, np.argsort(order).tolist())
+        return _transposed_back(split, order)
 
     return Outer((x,), g, place, _leaf_axes(site, batch[view], inputs, outputs))
 
 
 def convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
-    """The gradient of a kernel is patches times cotangents; groups of channels are blocks."""
+    """The form of a convolution: patches of the images, times the cotangents of their places.
+
+    Groups of channels are blocks. Inputs are the entries of the kernel, each with all channels of a
+    group. Positions are the places of the kernel on all images of an example.
+    """
     parameters = site.equation.params
-    (x,) = data
-    empty = cotangent.size == 0 or x.size == 0
-    if site.operand != 1 or parameters["batch_group_count"] != 1 or empty:
+    (images,) = data
+    is_empty = cotangent.size == 0 or images.size == 0
+    if site.operand != 1 or parameters["batch_group_count"] != 1 or is_empty:
         return None
     numbers = parameters["dimension_numbers"]
     groups = parameters["feature_group_count"]
-    output_axis, channel_axis, *space = numbers.rhs_spec
-    lead = 1 + len(site.stacks)
-    around = x.shape[:lead]
+    output_axis, channel_axis, *space = numbers.rhs_spec  # the axes of the kernel
     kernel_shape = [site.shape[axis] for axis in space]
-    # Rounds of a scan and the images of an example are one axis, as for the convolution.
-    x = _last_channels(x.reshape(-1, *x.shape[lead:]), numbers.lhs_spec)
+    lead = 1 + len(site.stacks)
+    around = images.shape[:lead]
+    # Leading axes are merged for the patches: ``[merged, images, *space, channels]``.
+    x = _last_channels(images.reshape(-1, *images.shape[lead:]), numbers.lhs_spec)
     g = _last_channels(cotangent.reshape(-1, *cotangent.shape[lead:]), numbers.out_spec)
-    dilates = max(parameters["lhs_dilation"]) > 1
-    if groups == 1 and set(parameters["window_strides"]) == {1} and dilates:
+    dilates_input = max(parameters["lhs_dilation"]) > 1
+    if groups == 1 and set(parameters["window_strides"]) == {1} and dilates_input:
         return _transposed(site, around, x, g, kernel_shape)
-    # The images of one example are further positions.
     positions = math.prod(g.shape[1:-1])
 
     def by_group(patch: Array) -> Array:
-        patch = patch.reshape(*around, patch.shape[1], groups, -1, positions)
+        """``[merged, entries, channels, images, *places]`` to a piece of `Outer.x`."""
+        entries = patch.shape[1]
+        patch = patch.reshape(*around, entries, groups, -1, positions)
         return jnp.moveaxis(patch, lead, lead + 1).reshape(*around, groups, -1, positions)
 
-    pieces = patches(parameters, x, kernel_shape, g.shape[2:-1])
+    pieces = patches(parameters, x, kernel_shape, places=g.shape[2:-1])
     g = jnp.moveaxis(g.reshape(*around, positions, groups, -1), -2, lead)
 
-    def place(gradient: Array) -> Array:
-        channels = site.shape[channel_axis]
-        kernel = gradient.reshape(groups, *kernel_shape, channels, -1)
-        # Output channels are counted group by group, so the axis of groups stands in front of the
-        # channels within one.
-        kernel = jnp.moveaxis(kernel, 0, -2)
-        kernel = kernel.reshape(*kernel.shape[:-2], -1)
-        return jnp.transpose(kernel, np.argsort([*space, channel_axis, output_axis]).tolist())
-
+    place = functools.partial(_kernel, site)
     axes = None
     if groups == 1:
         axes = _leaf_axes(site, (), [*space, channel_axis], [output_axis])
     return Outer(tuple(map(by_group, pieces)), g, place, axes, copied=True)
 
 
+def _kernel(site: Site, gradient: Array) -> Array:
+    """``[groups, entries * channels, outputs of a group]`` in the layout of a kernel."""
+    parameters = site.equation.params
+    output_axis, channel_axis, *space = parameters["dimension_numbers"].rhs_spec
+    groups = parameters["feature_group_count"]
+    lengths = [site.shape[axis] for axis in (*space, channel_axis)]
+    kernel = gradient.reshape(groups, *lengths, -1)
+    # Output channels are counted group by group, so the axis of groups stands in front of the
+    # channels within one.
+    kernel = jnp.moveaxis(kernel, 0, -2)
+    kernel = kernel.reshape(*kernel.shape[:-2], -1)
+    return _transposed_back(kernel, [*space, channel_axis, output_axis])
+
+
 def _transposed(
     site: Site, around: Sequence[int], x: Array, g: Array, kernel_shape: Sequence[int]
 ) -> Outer:
-    """A transposed convolution, by patches of the cotangent.
+    """The form of a transposed convolution, by patches of the cotangent instead of the input.
 
-    The input is dilated, so most numbers of its patches are zeros.
+    The input is dilated, so most numbers of its own patches are zeros. Inputs of the form are the
+    channels of ``x``, outputs are the entries of the kernel with the channels of ``g``, and
+    positions are the pixels of ``x``. Both arrays are ``[merged, images, *space, channels]``, where
+    ``merged`` stands for the leading axes ``around``.
     """
     parameters = site.equation.params
-    places = x.shape[2:-1]
+    pixels = x.shape[2:-1]
     lead = len(around)
     padding = []
     sides = zip(
@@ -220,7 +256,7 @@ def _transposed(
         parameters["lhs_dilation"],
         parameters["rhs_dilation"],
         kernel_shape,
-        places,
+        pixels,
         g.shape[2:-1],
         strict=True,
     )
@@ -235,54 +271,68 @@ def _transposed(
         "lhs_dilation": [1] * len(kernel_shape),
         "window_strides": parameters["lhs_dilation"],
     }
-    pieces = patches(of_cotangent, g, kernel_shape, places)
-    flat = [piece.reshape(piece.shape[0], -1, *piece.shape[3:]) for piece in pieces]
-    patch = jnp.concatenate(flat, axis=1)
-    patch = patch.reshape(*around, patch.shape[1], -1)
+    pieces = patches(of_cotangent, g, kernel_shape, places=pixels)
+    # The axes of entries and of channels become one.
+    outputs_of_pieces = [piece.reshape(piece.shape[0], -1, *piece.shape[3:]) for piece in pieces]
+    patch = jnp.concatenate(outputs_of_pieces, axis=1)
+    patch = patch.reshape(*around, patch.shape[1], -1)  # [*around, outputs, positions]
     channels = x.shape[-1]
-    outputs = g.shape[-1]
-    x = jnp.moveaxis(x.reshape(*around, -1, channels), -1, lead)
+    output_channels = g.shape[-1]
+    x = jnp.moveaxis(x.reshape(*around, -1, channels), -1, lead)  # [*around, inputs, positions]
     output_axis, channel_axis, *space = parameters["dimension_numbers"].rhs_spec
 
     def place(gradient: Array) -> Array:
-        kernel = gradient.reshape(channels, *kernel_shape, outputs)
+        """``[1, channels, entries * output channels]`` in the layout of the kernel."""
+        kernel = gradient.reshape(channels, *kernel_shape, output_channels)
         # The patches of the cotangent count the entries of the kernel from the last one.
         kernel = jnp.flip(kernel, range(1, 1 + len(kernel_shape)))
-        return jnp.transpose(kernel, np.argsort([channel_axis, *space, output_axis]).tolist())
+        return _transposed_back(kernel, [channel_axis, *space, output_axis])
 
-    x = jnp.expand_dims(x, lead)
-    g = jnp.expand_dims(jnp.swapaxes(patch, -1, -2), lead)
-    return Outer((x,), g, place, None)
+    one_block_of_x = jnp.expand_dims(x, lead)
+    one_block_of_g = jnp.expand_dims(jnp.swapaxes(patch, -1, -2), lead)
+    return Outer((one_block_of_x,), one_block_of_g, place, None)
+
+
+def _transposed_back(array: Array, order: Sequence[int]) -> Array:
+    """Undoes ``jnp.transpose(original, order)``."""
+    return jnp.transpose(array, np.argsort(order).tolist())
 
 
 def _last_channels(x: Array, spec: Sequence[int]) -> Array:
-    """Examples, images, space and channels, in this order."""
-    image, channels, *space = spec
-    order = [1 + axis for axis in (image, *space, channels)]
+    """``[merged, images, *space, channels]``, from an array with these axes in another order.
+
+    ``spec`` has the axes of images, channels and space, counted behind the first one.
+    """
+    images, channels, *space = spec
+    order = [1 + axis for axis in (images, *space, channels)]
     return jnp.transpose(x, (0, *order))
 
 
 def gather(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
-    """Rows of a table: the data are their indices."""
+    """The form of rows taken from a table, as of an embedding; the data are the row numbers.
+
+    `Outer.x` holds the row numbers themselves, which stand for one-hot columns: inputs are the rows
+    of the table, outputs the numbers of a row, and positions all rows that the example takes.
+    """
     parameters = site.equation.params
     if not _gathers_rows(parameters, site.shape) or cotangent.size == 0:
         return None
-    numbers = parameters["dimension_numbers"]
     (indices,) = data
     lead = 1 + len(site.stacks)
     around = cotangent.shape[:lead]
-    rank = cotangent.ndim - lead
-    positions = [axis for axis in range(rank) if axis not in numbers.offset_dims]
+    # ``offset_dims`` are the axes of the cotangent that count the numbers of a row.
+    row_axes = parameters["dimension_numbers"].offset_dims
+    positions = [axis for axis in range(cotangent.ndim - lead) if axis not in row_axes]
     width = math.prod(site.shape[1:])
-    g = _arranged(cotangent, lead, [*positions, *numbers.offset_dims], [1, -1, width])
+    g = _arranged(cotangent, lead, [*positions, *row_axes], [1, -1, width])
     indices = indices.reshape(*around, 1, -1)
     if indices.dtype.itemsize < 4:
         indices = indices.astype(jnp.int32)  # an int8 cannot be compared with 256 rows
     rows = site.shape[0]
-    inside = (indices >= 0) & (indices < rows)
+    is_inside = (indices >= 0) & (indices < rows)
     if parameters["mode"] != jax.lax.GatherScatterMode.CLIP:
         # Other modes drop the gradient of an index outside; CLIP moves it to the last row.
-        g = jnp.where(inside[..., None], g, 0)
+        g = jnp.where(is_inside[..., None], g, 0)
     indices = jnp.clip(indices, 0, rows - 1)
     axes = _leaf_axes(site, (), [0], list(range(1, len(site.shape))))
     return Outer((indices,), g, lambda gradient: gradient, axes)
@@ -302,6 +352,7 @@ def _gathers_rows(parameters: dict[str, Any], shape: Sequence[int]) -> bool:
 
 
 def _arranged(x: Array, lead: int, order: Sequence[int], sizes: Sequence[int]) -> Array:
+    """Brings the axes behind the first ``lead`` into an order, and then to these sizes."""
     behind_lead = [lead + axis for axis in order]
     x = jnp.transpose(x, (*range(lead), *behind_lead))
     return x.reshape(*x.shape[:lead], *sizes)
@@ -311,7 +362,8 @@ def _leaf_axis(site: Site, axis: int) -> int:
     """The leaf's axis of an axis of the view in one round, or the same number if unknown."""
     if site.axes is None:
         return axis
-    return site.axes[sum(site.stacks) + axis]
+    sliced_scans = sum(site.stacks)  # each has an axis in front of one round's axes
+    return site.axes[sliced_scans + axis]
 
 
 def _leaf_axes(
@@ -333,7 +385,11 @@ def product(formula: str, a: Array, b: Array, precision: Any = HIGHEST) -> Array
 
 
 def precision_of(parameters: dict[str, Any]) -> Any:
-    """The precision at which a kept gradient is formed: on accelerators the loss's own."""
+    """The precision at which a kept gradient is formed: on accelerators the loss's own.
+
+    An equation has a `jax.lax.Precision`, a pair for its two operands, None for the default, or the
+    name of an algorithm.
+    """
     given = parameters.get("precision")
     if _platforms.on_cpu():
         return HIGHEST  # in the same time
@@ -342,7 +398,6 @@ def precision_of(parameters: dict[str, Any]) -> Any:
         if left != right:
             return HIGHEST
         given = left
-    # Other settings name a dtype of their own.
     if given is None or isinstance(given, jax.lax.Precision):
         return given
-    return HIGHEST
+    return HIGHEST  # an algorithm has a dtype of its own

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches: the pixels that each entry of a kernel multiplies, in the platform's fastest form."""
+"""Patches: the pixels that each entry of a kernel multiplies, in the platform's fastest form.
+
+Images are ``[examples, images, *space, channels]``: an example may have several images. The kernel
+has an *entry* for each offset, so 9 if it is 3 x 3, and stands at ``places`` of each image, as many
+as the output has pixels.
+"""
 
 from __future__ import annotations
 
@@ -26,30 +31,42 @@ _UNROLLED = 25
 def patches(
     parameters: dict[str, Any], x: Array, kernel: Sequence[int], places: Sequence[int]
 ) -> list[Array]:
-    """``[.., entries, channels, images, *places]``: strided slices of the padded input."""
+    """The patches of images for a convolution with these parameters, in pieces along the entries.
+
+    Args:
+      parameters: The parameters of the convolution's equation.
+      x: ``[examples, images, *space, channels]``, not padded.
+      kernel: The lengths of the kernel.
+      places: The lengths of the output.
+
+    Returns:
+      Arrays ``[examples, entries, channels, images, *places]``, each with the next entries.
+    """
     strides = parameters["window_strides"]
-    spreads = parameters["rhs_dilation"]
+    dilations = parameters["rhs_dilation"]
     x = _padded(x, parameters)
-    if tuple(strides) == tuple(kernel) and set(spreads) == {1}:
+    if tuple(strides) == tuple(kernel) and set(dilations) == {1}:
         return [_tiles(x, kernel, places)]
     entries = list(itertools.product(*map(range, kernel)))
     is_large = len(entries) > _UNROLLED
     if _platforms.on_cpu():
-        inputs = x.shape[-1] // parameters["feature_group_count"]
-        in_piece = min(-(-_PIECE // inputs), len(entries))
+        inputs_of_entry = x.shape[-1] // parameters["feature_group_count"]
+        entries_of_piece = -(-_PIECE // inputs_of_entry)  # rounded up
+        entries_of_piece = min(entries_of_piece, len(entries))
     elif is_large:
-        return [_by_convolution(x, kernel, strides, spreads)]
+        return [_by_convolution(x, kernel, strides, dilations)]
     else:
-        in_piece = len(entries)  # one product, which reads the cotangents once
-    starts = np.array(entries) * np.array(spreads)
-    pieces = [starts[i : i + in_piece] for i in range(0, len(starts), in_piece)]
+        entries_of_piece = len(entries)  # one product, which reads the cotangents once
+    starts = np.array(entries) * np.array(dilations)  # the pixel of each entry, at the first place
+    firsts = range(0, len(starts), entries_of_piece)
+    starts_of_pieces = [starts[first : first + entries_of_piece] for first in firsts]
     if is_large:
         x = jnp.moveaxis(x, -1, 1)
-        return [_in_loop(x, piece, places, strides) for piece in pieces]
+        return [_in_loop(x, piece, places, strides) for piece in starts_of_pieces]
     stacks = []
-    for piece in pieces:
-        seen = [_seen_from(x, start, places, strides) for start in piece.tolist()]
-        stacks.append(jnp.stack(seen, axis=1))
+    for piece in starts_of_pieces:
+        pixels = [_pixels_of_entry(x, start, places, strides) for start in piece.tolist()]
+        stacks.append(jnp.stack(pixels, axis=1))
     return stacks
 
 
@@ -61,10 +78,10 @@ def _padded(x: Array, parameters: dict[str, Any]) -> Array:
     return jax.lax.pad(x, jnp.zeros((), x.dtype), [unpadded, unpadded, *edges, unpadded])
 
 
-def _seen_from(
+def _pixels_of_entry(
     x: Array, start: Sequence[int], places: Sequence[int], strides: Sequence[int]
 ) -> Array:
-    """The pixels that one entry of the kernel multiplies: from its start on, by the stride."""
+    """The pixels that one entry multiplies: from its start on, by the stride, channels first."""
     triples = zip(start, places, strides, strict=True)
     ends = [first + (count - 1) * stride + 1 for first, count, stride in triples]
     pixels = jax.lax.slice(
@@ -74,7 +91,7 @@ def _seen_from(
 
 
 def _by_convolution(
-    x: Array, kernel: Sequence[int], strides: Sequence[int], spreads: Sequence[int]
+    x: Array, kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int]
 ) -> Array:
     """Patches of channels-last images, written by a convolution with ones and zeros."""
     space = "STUVWXYZ"[: len(kernel)]
@@ -83,41 +100,45 @@ def _by_convolution(
         kernel,
         strides,
         "VALID",
-        rhs_dilation=spreads,
+        rhs_dilation=dilations,
         dimension_numbers=(f"N{space}C", f"{space}IO", f"N{space}C"),
         precision=jax.lax.Precision.HIGHEST,
     )
+    # JAX counts channels and entries on one axis, the last, and entries faster.
     places = written.shape[1:-1]
     written = written.reshape(*x.shape[:2], *places, x.shape[-1], -1)
     return jnp.moveaxis(written, (-1, -2), (1, 2))
 
 
 def _in_loop(x: Array, starts: np.ndarray, places: Sequence[int], strides: Sequence[int]) -> Array:
-    """Patches of channels-first images, written in a loop over the entries of the kernel."""
+    """Patches of images ``[examples, channels, images, *space]``, entry by entry in a loop."""
     examples, channels, images = x.shape[:3]
     pairs = zip(places, strides, strict=True)
-    spans = [(count - 1) * stride + 1 for count, stride in pairs]
+    spans = [(count - 1) * stride + 1 for count, stride in pairs]  # pixels from first to last place
 
-    def write(i: Array, written: Array) -> Array:
-        start = jnp.asarray(starts)[i]
-        patch = jax.lax.dynamic_slice(x, (0, 0, 0, *start), (examples, channels, images, *spans))
-        patch = jax.lax.slice(patch, [0] * patch.ndim, patch.shape, [1, 1, 1, *strides])
-        return jax.lax.dynamic_update_index_in_dim(written, patch, i, 1)
+    def write(entry: Array, written: Array) -> Array:
+        start = jnp.asarray(starts)[entry]
+        # A dynamic slice has no strides, so the pixels between the places are dropped afterwards.
+        pixels = jax.lax.dynamic_slice(x, (0, 0, 0, *start), (examples, channels, images, *spans))
+        pixels = jax.lax.slice(pixels, [0] * pixels.ndim, pixels.shape, [1, 1, 1, *strides])
+        return jax.lax.dynamic_update_index_in_dim(written, pixels, entry, 1)
 
     shape = (examples, len(starts), channels, images, *places)
     return jax.lax.fori_loop(0, len(starts), write, jnp.zeros(shape, x.dtype))
 
 
 def _tiles(x: Array, kernel: Sequence[int], places: Sequence[int]) -> Array:
-    """Patches that do not overlap: together they are one transposed view of the image."""
+    """Patches that do not overlap: together they are one transposed view of the images."""
     examples, images, *_, channels = x.shape
     rank = len(kernel)
     # The end of the image may lie in no patch with VALID padding.
     pairs = list(zip(places, kernel, strict=True))
     used = [count * size for count, size in pairs]
     x = jax.lax.slice(x, [0] * x.ndim, [examples, images, *used, channels])
+    # Each axis of the image becomes two: the places, and the entries of the kernel at a place.
     x = x.reshape(examples, images, *itertools.chain(*pairs), channels)
     place_axes = range(2, 2 + 2 * rank, 2)
     entry_axes = range(3, 3 + 2 * rank, 2)
-    x = jnp.transpose(x, [0, *entry_axes, 2 + 2 * rank, 1, *place_axes])
+    channel_axis = 2 + 2 * rank
+    x = jnp.transpose(x, [0, *entry_axes, channel_axis, 1, *place_axes])
     return x.reshape(examples, math.prod(kernel), *x.shape[1 + rank :])

@@ -4,6 +4,9 @@
 With a kernel such as ``w + a @ b`` (LoRA) or ``w * gain``, the leaves' gradients are functions of
 the kernel's; in ``x @ w + (x @ a) @ b`` the leaves meet the data as they are. A rewrite is applied
 only in float32 or wider, where the order changes the last bits only.
+
+In all functions ``equation`` is the product, and its operand number ``operand``, 0 or 1, is the
+``view``, which another equation made of views. The other operand is the ``data``.
 """
 
 from __future__ import annotations
@@ -32,10 +35,11 @@ def rewritten(equation: JaxprEqn, inputs: Sequence[Any]) -> Rewritten | None:
     data = inputs[1 - operand]
     output: Any = equation.outvars[0].aval
     one_dtype = output.dtype == view.value.dtype == data.dtype
-    if view.made is None or not one_dtype or output.dtype.itemsize < 4 or not view.value.size:
+    is_narrow = output.dtype.itemsize < 4
+    if view.made is None or not one_dtype or is_narrow or not view.value.size:
         return None
-    made, _ = view.made
-    name = made.primitive.name
+    made_by, _ = view.made
+    name = made_by.primitive.name
     if name in {"mul", "div"}:
         return _scaled(equation, view, data, operand)
     if name in {"add", "add_any", "sub"}:
@@ -48,12 +52,11 @@ def rewritten(equation: JaxprEqn, inputs: Sequence[Any]) -> Rewritten | None:
 def _scaled(equation: JaxprEqn, view: View, data: Any, operand: int) -> Rewritten | None:
     """``(x @ w) * s`` in place of ``x @ (w * s)``, if ``s`` is the same for all inputs."""
     contracted, batch = (sides[operand] for sides in equation.params["dimension_numbers"])
-    pair = _base_and_scale(view, contracted)
-    if pair is None or view.made is None:
+    base_and_scale = _base_and_scale(view, contracted)
+    if base_and_scale is None or view.made is None:
         return None
-    base, scale = pair
-    made, _ = view.made
-    divides = made.primitive.name == "div"
+    made_by, _ = view.made
+    divides = made_by.primitive.name == "div"
 
     def run(x: Array, base: Array, scale: Array) -> Array:
         y = _product(equation, x, base, operand)
@@ -64,28 +67,31 @@ def _scaled(equation: JaxprEqn, view: View, data: Any, operand: int) -> Rewritte
             scale = 1 / scale
         return y * scale
 
-    return run, [data, base, scale]
+    return run, [data, *base_and_scale]
 
 
 def _like_output(
     scale: Array, y: Array, operand: int, contracted: Sequence[int], batch: Sequence[int]
 ) -> Array:
-    """A scale of the operand, broadcast to the output of the product."""
+    """A scale with the axes of the view, broadcast to the product ``y`` that it scales.
+
+    It is constant along the ``contracted`` axes of the view. The axes of a product are first the
+    ``batch`` axes, then the free axes of the left operand, then the right one's.
+    """
     free = [axis for axis in range(scale.ndim) if axis not in (*contracted, *batch)]
-    # Entries along contracted axes are equal: take the first ones, in the order of the result.
+    # The first of the equal entries along contracted axes.
     ends = list(scale.shape)
     for axis in contracted:
         ends[axis] = 1
     scale = jax.lax.slice(scale, [0] * scale.ndim, ends)
     scale = jax.lax.transpose(scale, [*batch, *free, *contracted])
-    count = len(batch) + len(free)
-    scale = jax.lax.squeeze(scale, range(count, scale.ndim))
-    # The free axes of the left operand come first, then the free axes of the right one.
-    first = len(batch)
+    rank = len(batch) + len(free)
+    scale = jax.lax.squeeze(scale, range(rank, scale.ndim))
+    first_free = len(batch)
     if operand == 1:
-        first = y.ndim - len(free)
-    places = (*range(len(batch)), *range(first, first + len(free)))
-    return jax.lax.broadcast_in_dim(scale, y.shape, places)
+        first_free = y.ndim - len(free)
+    axes_of_output = (*range(len(batch)), *range(first_free, first_free + len(free)))
+    return jax.lax.broadcast_in_dim(scale, y.shape, axes_of_output)
 
 
 def _base_and_scale(view: View, axes: Sequence[int]) -> tuple[View, View] | None:
@@ -100,6 +106,7 @@ def _base_and_scale(view: View, axes: Sequence[int]) -> tuple[View, View] | None
 
 
 def _is_scaled(view: View, base: View, scale: View, axes: Sequence[int]) -> bool:
+    """Whether a product has the shape of its base, and a scale that is constant along the axes."""
     if jnp.shape(base.value) != jnp.shape(view.value):
         return False
     is_number = not jnp.shape(scale.value)
@@ -109,12 +116,12 @@ def _is_scaled(view: View, base: View, scale: View, axes: Sequence[int]) -> bool
 def _added(equation: JaxprEqn, view: View, data: Any, operand: int) -> Rewritten | None:
     """``x @ w + x @ v`` in place of ``x @ (w + v)``, if one is a product of thin matrices."""
     assert view.made is not None
-    made, addends = view.made
+    made_by, addends = view.made
     shape = jnp.shape(view.value)
-    broadcast = any(jnp.shape(addend.value) != shape for addend in addends)
-    if broadcast or not any(map(_is_thin, addends)):
+    broadcasts = any(jnp.shape(addend.value) != shape for addend in addends)
+    if broadcasts or not any(map(_is_thin, addends)):
         return None
-    sign = -1 if made.primitive.name == "sub" else 1
+    sign = -1 if made_by.primitive.name == "sub" else 1
 
     def run(x: Array, a: Array, b: Array) -> Array:
         return _product(equation, x, a, operand) + sign * _product(equation, x, b, operand)
@@ -138,9 +145,9 @@ def _is_thin(view: View) -> bool:
 def _multiplied(equation: JaxprEqn, view: View, data: Any, operand: int) -> Rewritten | None:
     """``(x @ a) @ b`` in place of ``x @ (a @ b)``, if the matrices ``a`` and ``b`` are thin."""
     assert view.made is not None
-    made, factors = view.made
+    made_by, factors = view.made
     contracted, batch = equation.params["dimension_numbers"]
-    is_matrix_product = made.params["dimension_numbers"] == (((1,), (0,)), ((), ()))
+    is_matrix_product = made_by.params["dimension_numbers"] == (((1,), (0,)), ((), ()))
     if not is_matrix_product or view.value.ndim != 2 or not _is_thin(view):
         return None
     if len(contracted[operand]) != 1 or batch != ((), ()):
@@ -151,16 +158,19 @@ def _multiplied(equation: JaxprEqn, view: View, data: Any, operand: int) -> Rewr
 
     def run(x: Array, a: Array, b: Array) -> Array:
         if view_axis == 1:
+            # The data meet the transpose, which is b.T @ a.T.
             a, b = b.T, a.T
         y = jnp.tensordot(x, a, ((data_axis,), (0,)), precision=precision)
         y = jnp.tensordot(y, b, 1, precision=precision)
         if operand == 1:
             return y
+        # The free axis of the left operand, here the view, is the first of the product.
         return jnp.moveaxis(y, -1, 0)
 
     return run, [data, *factors]
 
 
 def _product(equation: JaxprEqn, x: Array, view: Array, operand: int) -> Array:
+    """The product of the equation, with these operands."""
     operands = [view, x] if operand == 0 else [x, view]
     return equation.primitive.bind(*operands, **equation.params)

@@ -38,7 +38,11 @@ Walk = Callable[[Jaxpr, Sequence[Any], Sequence[Any], Book], list[Any]]
 
 
 def scan_sites(equation: JaxprEqn, inputs: list[Any], book: Book, walk: Walk) -> list[Any]:
-    """Evaluates a scan by `walk` of its body; its sites have a leading axis for the rounds."""
+    """Evaluates a scan by `walk` of its body; its sites have a leading axis for the rounds.
+
+    The inputs of a scan are its constants, its first carry, and the arrays that it slices, in this
+    order. The views among them that read leaves *enter* the body: they are the leaves of its book.
+    """
     parameters = equation.params
     program = parameters["jaxpr"]
     constants_end, carried = scan_counts(equation)
@@ -52,33 +56,37 @@ def scan_sites(equation: JaxprEqn, inputs: list[Any], book: Book, walk: Walk) ->
     constants = list[Any](values[:constants_end])
     for i, x in enumerate(inputs[:constants_end]):
         if isinstance(x, View) and not x.reads:
-            constants[i] = x  # a view that is computed from a constant is a view in the body too
+            constants[i] = x  # a view of no leaf is such a view in the body too
     carry = values[constants_end:carry_end]
     rows = values[carry_end:]
 
     def body(inner: Book, carry: Sequence[Array], rows: Sequence[Array]) -> list[Array]:
+        """One round: the next carry and the outputs, with records in the book of the body."""
         arguments: list[Any] = [*constants, *carry, *rows]
         inner.sizes = {j: view.value.size for j, view in enumerate(entering.values())}
         for j, (i, view) in enumerate(entering.items()):
+            # A view may read leaves that are behind a `stop_gradient`: it is not trained.
             arguments[i] = inner.enter(j, arguments[i], trained=bool(view.leaves))
         outputs = walk(program.jaxpr, program.consts, arguments, inner)
         return plain(outputs, inner, "the carry of a scan")
 
     one_row = trees.one_row(rows)
-    found = settled(lambda inner: jax.eval_shape(functools.partial(body, inner), carry, one_row))
+    settled_body = settled(
+        lambda inner: jax.eval_shape(functools.partial(body, inner), carry, one_row)
+    )
     views = list(entering.values())
-    for j, reason in found.materialised.items():
+    for j, reason in settled_body.materialised.items():
         book.materialise(views[j].leaves, f"{reason}, in a scan")
 
-    # Taps are stacked over rounds, and each round receives its own slice of them.
-    taps = None
-    if book.taps is not None:
-        first_site = len(book.sites)
-        taps = list(book.taps[first_site : first_site + len(found.sites)])
+    # The taps of the body's sites are stacked over rounds, and each round receives its own slice.
+    taps = book.next_taps()
+    if taps is not None:
+        taps = list(taps[: len(settled_body.sites)])
 
     def one_round(carry: Any, of_round: Any) -> tuple[Any, Any]:
+        """The body as `jax.lax.scan` takes it; the data of its sites are outputs too."""
         rows, taps = of_round
-        inner = Book(found.materialised, taps)
+        inner = Book(settled_body.materialised, taps)
         outputs = body(inner, carry, rows)
         return outputs[:carried], (outputs[carried:], tuple(inner.data))
 
@@ -90,15 +98,19 @@ def scan_sites(equation: JaxprEqn, inputs: list[Any], book: Book, walk: Walk) ->
         parameters["reverse"],
         parameters["unroll"],
     )
-    sliced = [i >= carry_end for i in entering]
-    for site, site_data in zip(found.sites, data, strict=True):
-        book.record(_stacked(site, views, sliced, parameters["length"]), site_data)
+    is_sliced = [i >= carry_end for i in entering]
+    for site, site_data in zip(settled_body.sites, data, strict=True):
+        book.record(_stacked(site, views, is_sliced, parameters["length"]), site_data)
     return [*last_carry, *stacked]
 
 
 def _stacked(site: Site, views: Sequence[View], sliced: Sequence[bool], rounds: int) -> Site:
-    """A site of the body of a scan as a site of the program around the scan."""
-    entering = sorted(site.reads)
+    """A site of the body of a scan as a site of the program around the scan.
+
+    Leaf j of the body is the view ``views[j]`` of that program, and ``sliced[j]`` is whether the
+    scan takes a row of it in each round.
+    """
+    entering = sorted(site.reads)  # the body's leaves that the site reads
     # A view of a shared and of a sliced leaf differs from round to round.
     by_round = any(sliced[j] for j in entering)
     isometry = False

@@ -79,14 +79,17 @@ class Program(NamedTuple):
 
 
 class Book:
-    """Records of one evaluation: sites with their data, and leaves to materialise."""
+    """Records of one evaluation: sites with their data, and leaves to materialise.
+
+    Sites are recorded in the order of their evaluation, in which ``taps`` has an array for each.
+    """
 
     def __init__(self, materialised: dict[int, str], taps: Sequence[Array] | None = None) -> None:
         self.materialised = dict(materialised)
         self.taps = taps
         self.sites: list[Site] = []
         self.data: list[tuple[Array, ...]] = []
-        self.sizes: dict[int, int] = {}
+        self.sizes: dict[int, int] = {}  # the number of entries of each leaf
 
     def materialise(self, leaves: Iterable[int], reason: str) -> None:
         for leaf in leaves:
@@ -97,11 +100,18 @@ class Book:
         self.sites.append(site)
         self.data.append(data)
 
-    def tap(self, output: Array) -> Array:
+    def next_taps(self) -> Sequence[Array] | None:
+        """The taps of sites that are not recorded yet; None in an evaluation without taps."""
         if self.taps is None:
+            return None
+        return self.taps[len(self.sites) :]
+
+    def tap(self, output: Array) -> Array:
+        """The output of the next site, plus its tap."""
+        taps = self.next_taps()
+        if taps is None:
             return output
-        # Sites are recorded in the order of their evaluation, so this is the tap of the next site.
-        return output + self.taps[len(self.sites)]
+        return output + taps[0]
 
     def enter(self, leaf: int, value: Array, trained: bool = True) -> Any:
         """A leaf as an input of a program: a view, unless it is materialised."""

@@ -23,7 +23,11 @@ _InputAxes = Sequence[int | None]
 def structure(
     equation: JaxprEqn, views: Sequence[View], output: Any
 ) -> tuple[frozenset[int], Mapping[int, Axes]]:
-    """The constant axes of a result of views, and for each leaf the axes that run along with it."""
+    """`View.constant` and `View.own` of a result of views.
+
+    The first has the axes along which all entries are equal. The second has, for each leaf and each
+    axis of the result, the axis of the leaf that runs along with it, or None.
+    """
     rank = jnp.ndim(output)
     leaves = union(view.leaves for view in views)
     input_axes = None
@@ -40,6 +44,7 @@ def structure(
 
 
 def _is_constant(axis: int, inputs: Sequence[tuple[View, _InputAxes]]) -> bool:
+    """Whether all inputs are repeated, or constant, along an axis of the result."""
     return all(axes[axis] is None or axes[axis] in view.constant for view, axes in inputs)
 
 
@@ -54,7 +59,10 @@ def _axis_of_leaf(leaf: int, axis: int, inputs: Sequence[tuple[View, _InputAxes]
 
 
 def slices(view: View) -> dict[int, tuple[int, ...]]:
-    """The axes that count slices, for each leaf whose slices each move one entry of the view."""
+    """The axes that count slices, for each leaf whose slices each move one entry of the view.
+
+    So every axis along which the view varies has to run along with an axis of the leaf.
+    """
     lengths = enumerate(view.value.shape)
     varying = [axis for axis, length in lengths if axis not in view.constant and length > 1]
     slices_of_leaves: dict[int, tuple[int, ...]] = {}
@@ -77,50 +85,52 @@ def _input_axes(
     parameters = equation.params
     if known(name).entrywise:
         return [_broadcast_axes(jnp.shape(view.value), shape) for view in views]
-    before = jnp.shape(views[0].value)
+    # The other rules are for primitives of one input.
+    input_shape = jnp.shape(views[0].value)
     if name in ("reduce_sum", "reduce_max"):
-        return [_without(parameters["axes"], len(before))]
+        return [_without(parameters["axes"], len(input_shape))]
     if name == "squeeze":
-        return [_without(parameters["dimensions"], len(before))]
+        return [_without(parameters["dimensions"], len(input_shape))]
     if name == "transpose":
         return [parameters["permutation"]]
     if name == "broadcast_in_dim":
         axes: list[int | None] = [None] * len(shape)
         for input_axis, axis in enumerate(parameters["broadcast_dimensions"]):
             # An axis of length 1 is repeated if the result has more entries there.
-            if before[input_axis] == shape[axis]:
+            if input_shape[input_axis] == shape[axis]:
                 axes[axis] = input_axis
         return [axes]
     if name == "slice":
         # Each axis must be kept whole or give one entry. A longer part of an axis has no rule.
-        lengths = zip(before, shape, strict=True)
-        if all(length in (length_before, 1) for length_before, length in lengths):
-            return [_broadcast_axes(before, shape)]
+        lengths = zip(input_shape, shape, strict=True)
+        if all(length in (input_length, 1) for input_length, length in lengths):
+            return [_broadcast_axes(input_shape, shape)]
     if name == "reshape":
-        return _reshaped_axes(before, shape)
+        return _reshaped_axes(input_shape, shape)
     return None
 
 
-def _broadcast_axes(before: Sequence[int], shape: Sequence[int]) -> _InputAxes:
+def _broadcast_axes(input_shape: Sequence[int], shape: Sequence[int]) -> _InputAxes:
     """An axis runs along the input's axis if their lengths are equal, and repeats it otherwise.
 
     The input has the rank of the result, or is a number, which all axes repeat.
     """
     axes: list[int | None] = [None] * len(shape)
-    for axis, length in enumerate(before):
+    for axis, length in enumerate(input_shape):
         if length == shape[axis]:
             axes[axis] = axis
     return axes
 
 
 def _without(removed: Sequence[int], rank: int) -> _InputAxes:
+    """The input axes that remain after some are removed."""
     return [axis for axis in range(rank) if axis not in removed]
 
 
-def _reshaped_axes(before: Sequence[int], shape: Sequence[int]) -> list[_InputAxes] | None:
-    """The axes of a reshape that only adds and removes axes of length 1."""
-    longer = [axis for axis, length in enumerate(before) if length > 1]
-    if [before[axis] for axis in longer] != [length for length in shape if length > 1]:
+def _reshaped_axes(input_shape: Sequence[int], shape: Sequence[int]) -> list[_InputAxes] | None:
+    """The axes of a reshape that only adds and removes axes of length 1; None for others."""
+    longer = [axis for axis, length in enumerate(input_shape) if length > 1]
+    if [input_shape[axis] for axis in longer] != [length for length in shape if length > 1]:
         return None
     remaining = iter(longer)
     return [[next(remaining) if length > 1 else None for length in shape]]

@@ -26,7 +26,11 @@ from dpjax.gradients._xla_cpu.primitives import bind_fast
 
 
 def tapped(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Array:
-    """Records an equation as a site; returns its output, to which the tap is added."""
+    """Records an equation as a site; returns its output, to which the tap is added.
+
+    Views among the inputs depend on parameters only; all other inputs are the data of the site. The
+    equation is linear in input number ``operand``, the first view that has leaves.
+    """
     views = {i: x for i, x in enumerate(inputs) if isinstance(x, View)}
     trained = [view for view in views.values() if view.leaves]
     data = tuple(x for x in inputs if not isinstance(x, View))
@@ -97,6 +101,7 @@ class _Use:
         return view.of(leaves)[tuple(index)].reshape(self._slice_counts())
 
     def _slice_counts(self) -> list[int]:
+        """The number of slices along each axis along which the view varies."""
         view = self.views[self.operand]
         lengths = enumerate(view.value.shape)
         return [length for axis, length in lengths if axis not in view.constant and length > 1]
@@ -113,6 +118,7 @@ class _Use:
         return [x.astype(self.wide) if is_a(jnp.floating, x) else x for x in arguments]
 
     def _run(self, arguments: Sequence[Array]) -> Array:
+        """The equation, at the precision and in the dtype in which gradients are formed."""
         parameters = dict(self.equation.params)
         if "precision" in parameters:
             # Read when a gradient is formed, because the platform decides: see `_platforms`.

@@ -32,11 +32,12 @@ _CHECKPOINT = "remat2"  # the primitive of `jax.checkpoint`
 
 
 def trace(loss: LossFn, params: PyTree, example: PyTree) -> Program:
-    """Finds the sites of ``loss(params, example) -> (scalar, aux)``."""
+    """Finds the sites of ``loss(params, example) -> (scalar, aux)``; arguments may be shapes."""
     closed, shape = jax.make_jaxpr(loss, return_shape=True)(params, example)
     structure = jax.tree.structure(shape)
 
     def walk(book: Book, leaves: Sequence[Array], inputs: Sequence[Array]) -> list[Array]:
+        """The loss and the aux of arrays of an example, with records in the book."""
         book.sizes = {i: leaf.size for i, leaf in enumerate(leaves)}
         entering = [book.enter(i, leaf) for i, leaf in enumerate(leaves)]
         value, *aux = _walk(closed.jaxpr, closed.consts, [*entering, *inputs], book)
@@ -53,6 +54,7 @@ def trace(loss: LossFn, params: PyTree, example: PyTree) -> Program:
         leaves: Sequence[Array],
         example: PyTree,
     ) -> tuple[Array, Any]:
+        """`Program.run`: ``differentiated`` are the materialised leaves."""
         book = Book(materialised, taps)
         leaves = [differentiated.get(i, leaf) for i, leaf in enumerate(leaves)]
         outputs = walk(book, leaves, jax.tree.leaves(example))
@@ -65,14 +67,20 @@ def trace(loss: LossFn, params: PyTree, example: PyTree) -> Program:
 def _walk(
     program: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any], book: Book
 ) -> list[Any]:
+    """Evaluates a program; arguments and results are views, or values that depend on the data."""
     step = functools.partial(_step, book=book)
     return evaluate(program, map(constant, constants), arguments, step, literal=constant)
 
 
 def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
-    """Evaluates one equation by the first rule that fits it."""
+    """Evaluates one equation by the first rule that fits it.
+
+    An input is a `View`, which depends on parameters only, or a value that depends on the data. A
+    view is *trained* if it has leaves: a constant and a frozen weight have none.
+    """
     name = equation.primitive.name
     row = known(name)
+    # These three replace the equation by a program, which is walked in its place.
     if row.calls:
         return _called(equation.params[row.calls], inputs, book)
     if name == _CHECKPOINT:
@@ -85,6 +93,7 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
         return _with_large_operand(equation, inputs, large, book)
     if all(isinstance(x, View) for x in inputs):
         return derived(equation, inputs, book)
+    # The data are among the inputs: a trained view is used here.
     trained = [i for i, x in enumerate(inputs) if isinstance(x, View) and x.leaves]
     if trained:
         better = rewritten(equation, inputs)
@@ -99,6 +108,7 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
         linear = row.linear(trained, len(inputs))
         if linear and is_a(jnp.floating, equation.outvars[0].aval):
             return [tapped(equation, inputs, trained[0], book)]
+    # No trained view, or no rule for its use: `plain` materialises its leaves.
     return bind_fast(equation, plain(inputs, book, name))
 
 
@@ -110,16 +120,19 @@ def _called(program: Any, inputs: list[Any], book: Book) -> list[Any]:
 
 
 def _checkpointed(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
-    """A region of `jax.checkpoint`, which the backward pass computes again; site data leave it."""
+    """A region of `jax.checkpoint`: walked with a book of its own inside a new `jax.checkpoint`.
+
+    So the backward pass still computes the region again; only its outputs and the data of its sites
+    are stored.
+    """
     parameters = equation.params
-    first_site = len(book.sites)
     walked = list[Any]()
 
     def region() -> tuple[list[Any], list[tuple[Array, ...]]]:
-        taps = None if book.taps is None else book.taps[first_site:]
-        inner = Book(book.materialised, taps)
+        inner = Book(book.materialised, book.next_taps())
         inner.sizes = book.sizes
         outputs = _walk(parameters["jaxpr"], (), inputs, inner)
+        # Only arrays can leave a checkpoint as results; the book and the views leave here.
         walked[:] = inner, outputs
         return plain(outputs), inner.data
 
@@ -146,19 +159,23 @@ def _outside(output: Any, value: Array) -> Any:
 
 
 def _large_operand(equation: JaxprEqn, inputs: Sequence[Any], book: Book) -> int | None:
-    """Which input is a large leaf that small ones multiply, as where they generate a kernel."""
+    """Which operand of a product of views is large, if one is: 0, 1, or None.
+
+    A large operand has far more parameters than the other operand and the product, as the matrix by
+    which a few numbers generate a kernel.
+    """
     if equation.primitive.name != "dot_general" or not all(isinstance(x, View) for x in inputs):
         return None
-    left, right = (sum(book.sizes[leaf] for leaf in view.leaves) for view in inputs)
-    large = int(right > left)
-    small_size = min(left, right)
+    left_size, right_size = (sum(book.sizes[leaf] for leaf in view.leaves) for view in inputs)
+    large = int(right_size > left_size)
+    small_size = min(left_size, right_size)
     output: Any = equation.outvars[0].aval
     # The gradient of a product is formed in float32: a narrower product rounds otherwise.
-    narrower = output.dtype.itemsize < 4
-    shared = inputs[0].leaves & inputs[1].leaves
-    if not small_size or shared or narrower or not inputs[large].isometry:
+    is_narrow = output.dtype.itemsize < 4
+    shared_leaves = inputs[0].leaves & inputs[1].leaves
+    if not small_size or shared_leaves or is_narrow or not inputs[large].isometry:
         return None
-    if _FEW * max(small_size, output.size) > max(left, right):
+    if _FEW * max(small_size, output.size) > max(left_size, right_size):
         return None
     return large
 
@@ -166,12 +183,15 @@ def _large_operand(equation: JaxprEqn, inputs: Sequence[Any], book: Book) -> int
 def _with_large_operand(
     equation: JaxprEqn, inputs: Sequence[Any], large: int, book: Book
 ) -> list[Any]:
-    """A site whose data are the small leaves: no example's gradient of the large leaf exists."""
+    """Makes the product a site of the large leaf, whose data are the small operand.
+
+    No example's gradient of the large leaf is then formed, only of the small leaves.
+    """
     small = inputs[1 - large]
     book.materialise(small.leaves, f"meets a large leaf in {equation.primitive.name}")
-    mixed = [small.value, small.value]
-    mixed[large] = inputs[large]
-    return [tapped(equation, mixed, large, book)]
+    operands = [small.value, small.value]
+    operands[large] = inputs[large]
+    return [tapped(equation, operands, large, book)]
 
 
 def _takes_a_row(equation: JaxprEqn, inputs: Sequence[Any]) -> bool:

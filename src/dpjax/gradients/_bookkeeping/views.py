@@ -43,7 +43,8 @@ def derived(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
             book.materialise(leaves, reason)
             return outputs
 
-    compute = _recomputation(equation, views, outputs, leaves)
+    recompute = _recomputation(equation, views, outputs, leaves)
+    # The view that the result only rearranges, if it does.
     source = _rearranged(equation.primitive.name, views, outputs[0])
     made = (equation, tuple(views)) if len(outputs) == 1 else None
     results = []
@@ -56,7 +57,7 @@ def derived(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
         view = View(
             leaves=trained,
             reads=union(view.reads for view in views),
-            of=functools.partial(_result, compute, i),
+            of=functools.partial(_result, recompute, i),
             value=output,
             isometry=source is not None,
             axes=_axes(equation, views, source),
@@ -100,28 +101,32 @@ def _differs_in_float32(equation: JaxprEqn, views: Sequence[View], outputs: Sequ
     """Whether a view that is recomputed in float32 could differ from the value in the model."""
     name = equation.primitive.name
     floats = [output for output in outputs if is_a(jnp.floating, output)]
-    float8 = any(output.dtype.itemsize < 2 for output in floats)
-    if name == "reduce_precision" or float8:
+    has_float8 = any(output.dtype.itemsize < 2 for output in floats)
+    if name == "reduce_precision" or has_float8:
         return True
     row = known(name)
     if len(views) == 1 and (row.rearranges or row.repeats):
         return False  # entries that only move are the same in any dtype of 16 bits or more
-    values = list(floats)
-    if floats:
-        values += [view.value for view in views if view.leaves]
-    return any(map(_is_narrow, values))
+    if not floats:
+        return False
+    trained_inputs = [view.value for view in views if view.leaves]
+    return any(map(_is_narrow, [*floats, *trained_inputs]))
 
 
 def _recomputation(
     equation: JaxprEqn, views: list[View], outputs: Sequence[Any], leaves: frozenset[int]
 ) -> Callable[..., list[Array]]:
-    """``(leaves, memo={}) -> outputs`` of the equation, in full precision where it is trained."""
+    """``(leaves, memo={}) -> outputs`` of the equation, in full precision where it is trained.
+
+    The memo holds the outputs of equations that were already computed from these leaves.
+    """
     casts = equation.primitive.name == "convert_element_type" and _is_narrow(outputs[0])
     trained = bool(leaves) and any(is_a(jnp.floating, output) for output in outputs)
+    key = id(views)  # one list for each equation
 
-    def compute(leaves: Leaves, memo: Memo | None = None) -> list[Array]:
+    def recompute(leaves: Leaves, memo: Memo | None = None) -> list[Array]:
         memo = {} if memo is None else memo
-        if id(views) not in memo:
+        if key not in memo:
             inputs = [view.of(leaves, memo) for view in views]
             if not trained:
                 # A comparison, an index or a frozen value must see the numbers of the model.
@@ -130,14 +135,15 @@ def _recomputation(
             computed = bind(equation, inputs)
             if casts:
                 computed = [_rounded(*inputs, *computed)]
-            memo[id(views)] = computed
-        return memo[id(views)]
+            memo[key] = computed
+        return memo[key]
 
-    return compute
+    return recompute
 
 
-def _result(compute: Callable[..., list[Array]], i: int, *arguments: Any) -> Array:
-    return compute(*arguments)[i]
+def _result(recompute: Callable[..., list[Array]], i: int, *arguments: Any) -> Array:
+    """The output number ``i`` of a recomputation: `View.of`."""
+    return recompute(*arguments)[i]
 
 
 def _rounded(x: Array, narrow: Array) -> Array:
@@ -147,7 +153,7 @@ def _rounded(x: Array, narrow: Array) -> Array:
 
 
 def _rearranged(name: str, views: Sequence[View], output: Any) -> View | None:
-    """The view whose entries the result holds in another order, apart from a constant.
+    """The view whose entries the result holds in another order, apart from a constant addend.
 
     Only a rearrangement keeps every norm, so only then is the view's norm the leaf's norm.
     """

@@ -24,7 +24,11 @@ from dpjax.types import ClippedSum, Clipping, Key, LossFn, Purpose, PyTree
 def projected(
     loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTree, key: Key
 ) -> ClippedSum:
-    """The clipped sum of a rule whose norms are estimated; one key serves a whole step."""
+    """The clipped sum of a rule whose norms are estimated; one key serves a whole step.
+
+    Forward mode gives the norms. Then one reverse pass gives the sum, as the derivative of the sum
+    of losses with the factors as weights.
+    """
 
     def losses_of(params: PyTree) -> tuple[Array, Any]:
         return jax.vmap(loss, in_axes=(None, 0))(params, rows.batch)
@@ -32,17 +36,17 @@ def projected(
     # Accelerators round products by default, differently for norms and sums.
     with jax.default_matmul_precision("highest"):
         _check(loss, params, trees.one_row(rows.batch))
-        # Forward mode gives the norms; then one reverse pass of the weighted loss gives the sum.
         norms = estimated_norms(loss, rule.projections or 1, params, rows.batch, key)
         real = rows.mask[:, None]
         factors = jnp.where(real, rule.factors(norms), 0) * rows.weights
+        factors_of_examples = factors[:, 0]  # such a rule has one group
         losses, pull_back, aux = jax.vjp(losses_of, params, has_aux=True)
-        (value,) = pull_back(factors[:, 0].astype(losses.dtype))
+        (value,) = pull_back(factors_of_examples.astype(losses.dtype))
         # 0 * NaN is NaN: if the sum is not finite, examples are differentiated one by one.
         value = jax.lax.cond(
             _is_finite(value),
             lambda: value,
-            lambda: _one_by_one(loss, params, rows.batch, factors[:, 0]),
+            lambda: _one_by_one(loss, params, rows.batch, factors_of_examples),
         )
     value = jax.tree.map(jnp.add, start, value)
     losses = jnp.where(rows.mask, losses, 0)
@@ -59,9 +63,13 @@ def _is_finite(tree: PyTree) -> Array:
 def estimated_norms(
     loss: LossFn, projections: int, params: PyTree, batch: PyTree, key: Key
 ) -> Float[Array, "batch 1"]:
-    """The root mean square of each example's inner products with random directions."""
+    """The root mean square of each example's inner products with random directions.
+
+    The derivative of a loss along a direction is the inner product of gradient and direction.
+    """
 
     def products_with(number: Array) -> Float[Array, " batch"]:
+        """The inner products with direction ``number``, which all examples share."""
         direction_key = trees.step_key(key, Purpose.PROJECTIONS, number)
         direction = trees.random_like(noise.standard_normal, direction_key, params)
 

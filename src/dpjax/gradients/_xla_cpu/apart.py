@@ -43,6 +43,10 @@ def tanh(parameters: dict[str, Any], x: Array) -> Array:
     def as_written(x: Array) -> Array:
         return jax.lax.tanh_p.bind(x, **parameters)
 
+    if x.size < _LEAST_NUMBERS or x.shape[-1] > _MOST_CHANNELS or jnp.iscomplexobj(x):
+        return as_written(x)
+    separate = apart(as_written)
+
     def forward(x: Array) -> tuple[Array, Array]:
         y = separate(x)
         return y, y
@@ -51,9 +55,6 @@ def tanh(parameters: dict[str, Any], x: Array) -> Array:
         # The derivative is a function of the output, so tanh is not computed again.
         return (cotangent * (1 + y) * (1 - y),)
 
-    if x.size < _LEAST_NUMBERS or x.shape[-1] > _MOST_CHANNELS or jnp.iscomplexobj(x):
-        return as_written(x)
-    separate = apart(as_written)
     differentiable = jax.custom_vjp(separate)
     differentiable.defvjp(forward, backward)
     return differentiable(x)

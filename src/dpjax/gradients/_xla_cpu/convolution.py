@@ -7,6 +7,11 @@ written as forward convolutions. One of few input channels is slow too; it compu
 neighbouring outputs together, as if they were channels.
 
 ``tests/test_ghost_definition.py`` ("conv ...") tests norms, ``tests/test_xla_cpu.py`` the values.
+
+``parameters`` belong to the equation of a convolution. Its ``dimension_numbers`` list axes: batch,
+channels and space of the input (``lhs_spec``), output channels, input channels and space of the
+kernel (``rhs_spec``), and batch, channels and space of the output (``out_spec``). ``lhs_dilation``
+spreads the input, ``rhs_dilation`` the kernel.
 """
 
 from __future__ import annotations
@@ -43,13 +48,16 @@ def convolution(parameters: dict[str, Any], x: Array, kernel: Array) -> Array:
             (kernel_cotangent,) = pull_back(cotangent)
         return _input_cotangent(parameters, x.shape, kernel, cotangent), kernel_cotangent
 
-    canonical = jax.custom_vjp(forward)
-    canonical.defvjp(lambda x, kernel: (forward(x, kernel), (x, kernel)), backward)
-    return canonical(x, kernel)
+    differentiable = jax.custom_vjp(forward)
+    differentiable.defvjp(lambda x, kernel: (forward(x, kernel), (x, kernel)), backward)
+    return differentiable(x, kernel)
 
 
 def _padded(x: Array, parameters: dict[str, Any]) -> tuple[Array, dict[str, Any]]:
-    """Pads before a strided convolution: padding inside it was twice as slow."""
+    """The input and parameters of a strided convolution with its padding as part of the input.
+
+    Padding inside such a convolution was twice as slow. Other convolutions stay as they are.
+    """
     padding = parameters["padding"]
     is_padded = any(map(any, padding))
     is_strided = set(parameters["window_strides"]) != {1}
@@ -65,6 +73,7 @@ def _padded(x: Array, parameters: dict[str, Any]) -> tuple[Array, dict[str, Any]
 
 
 def _forward(parameters: dict[str, Any], x: Array, kernel: Array) -> Array:
+    """The convolution, on a CPU with neighbouring outputs together where that is faster."""
     as_written = partial(_as_written, parameters)
     count = _neighbours(parameters, x, kernel)
     if count <= 1:
@@ -78,7 +87,10 @@ def _as_written(parameters: dict[str, Any], x: Array, kernel: Array) -> Array:
 
 
 def _neighbours(parameters: dict[str, Any], x: Array, kernel: Array) -> int:
-    """The number of neighbours of an output row to compute together; 1 where it does not help."""
+    """How many outputs along the last axis to compute together; 1 where it does not help.
+
+    The answer is the least number that gives `_FAST_OUTPUT_CHANNELS` channels, or all outputs.
+    """
     numbers = parameters["dimension_numbers"]
     dilations = (*parameters["lhs_dilation"], *parameters["rhs_dilation"])
     is_dilated = any(dilation != 1 for dilation in dilations)
@@ -93,9 +105,9 @@ def _neighbours(parameters: dict[str, Any], x: Array, kernel: Array) -> int:
     kernel_width = kernel.shape[kernel_space[-1]]
     if kernel.shape[input_axis] > _SLOW_INPUT_CHANNELS or kernel_width == 1:
         return 1
-    fast = -(-_FAST_OUTPUT_CHANNELS // kernel.shape[output_axis])  # rounded up
+    enough = -(-_FAST_OUTPUT_CHANNELS // kernel.shape[output_axis])  # rounded up
     columns = _columns(parameters, _row_length(parameters, x), kernel)
-    return min(columns, fast)
+    return min(columns, enough)
 
 
 def _row_length(parameters: dict[str, Any], x: Array) -> int:
@@ -105,13 +117,17 @@ def _row_length(parameters: dict[str, Any], x: Array) -> int:
 
 
 def _columns(parameters: dict[str, Any], row_length: int, kernel: Array) -> int:
-    """The number of places of the kernel along the last axis."""
+    """The number of outputs along the last axis."""
     kernel_length = kernel.shape[parameters["dimension_numbers"].rhs_spec[-1]]
     return (row_length - kernel_length) // parameters["window_strides"][-1] + 1
 
 
 def _neighbours_together(parameters: dict[str, Any], count: int, x: Array, kernel: Array) -> Array:
-    """Computes `count` neighbouring outputs together: shifted copies of the kernel as channels."""
+    """The convolution in rounds: each computes ``count`` neighbouring outputs along the last axis.
+
+    A round has a kernel for each of its outputs, which is the kernel moved by as many strides. They
+    look like more output channels, which XLA vectorises.
+    """
     numbers = parameters["dimension_numbers"]
     output_axis = numbers.rhs_spec[0]
     last_axis = numbers.rhs_spec[-1]
@@ -120,11 +136,13 @@ def _neighbours_together(parameters: dict[str, Any], count: int, x: Array, kerne
     row_length = _row_length(parameters, x)
     columns = _columns(parameters, row_length, kernel)
     rounds = -(-columns // count)
-    read = (rounds * count - 1) * stride + kernel.shape[last_axis]
-    missing = max(0, read - row_length)
+    # The last round may compute outputs beyond the end: they read zeros and are cut off.
+    pixels_read = (rounds * count - 1) * stride + kernel.shape[last_axis]
+    missing = max(0, pixels_read - row_length)
 
-    # Zeros let a non-finite pixel reach neighbours, but never another example.
     def moved(places: int) -> Array:
+        """The kernel of output number ``places`` of a round, padded to what all of them read."""
+        # Zeros let a non-finite pixel reach neighbours, but never another example.
         edges = [(0, 0, 0)] * kernel.ndim
         edges[last_axis] = (places * stride, (count - 1 - places) * stride, 0)
         return jax.lax.pad(kernel, jnp.zeros((), kernel.dtype), edges)
@@ -135,9 +153,8 @@ def _neighbours_together(parameters: dict[str, Any], count: int, x: Array, kerne
         "padding": (*other_padding, (low, high + missing)),
     }
     x, by_rounds = _padded(x, by_rounds)
-    # Shifted copies of the kernel look like more output channels, which XLA vectorises.
     kernels = jnp.concatenate([moved(places) for places in range(count)], output_axis)
-    y = _as_written(by_rounds, x, kernels)
+    y = _as_written(by_rounds, x, kernels)  # [.., rounds, count * channels]
     y = y.reshape(*y.shape[:-2], rounds * count, -1)
     return jax.lax.slice_in_dim(y, 0, columns, axis=y.ndim - 2)
 
@@ -145,7 +162,10 @@ def _neighbours_together(parameters: dict[str, Any], count: int, x: Array, kerne
 def _input_cotangent(
     parameters: dict[str, Any], shape: tuple[int, ...], kernel: Array, cotangent: Array
 ) -> Array:
-    """The cotangent of the input: the output's, convolved with the flipped kernel."""
+    """The cotangent of an input of this shape: the output's, convolved with the flipped kernel.
+
+    Strides of the forward pass spread the cotangent, and the dilation of its input are strides.
+    """
     numbers = parameters["dimension_numbers"]
     groups = parameters["feature_group_count"]
     strides = parameters["window_strides"]
@@ -157,6 +177,7 @@ def _input_cotangent(
     flipped = jax.lax.optimization_barrier(flipped)
     padding = []
     for i, axis in enumerate(space):
+        # A reach is the distance from the first entry of an axis to its last, after dilation.
         kernel_reach = (kernel.shape[axis] - 1) * parameters["rhs_dilation"][i]
         input_reach = (shape[numbers.lhs_spec[2 + i]] - 1) * dilations[i]
         output_reach = (cotangent.shape[numbers.out_spec[2 + i]] - 1) * strides[i]
@@ -181,19 +202,24 @@ def _input_cotangent(
 def _kernel_cotangent(
     parameters: dict[str, Any], x: Array, shape: tuple[int, ...], cotangent: Array
 ) -> Array:
-    """The cotangent of the kernel: the input, convolved with the output's cotangent."""
+    """The cotangent of a kernel of this shape: the input, convolved with the output's cotangent.
+
+    Both are summed over the examples, as a convolution sums over channels. So the examples are the
+    channels, and the channels of the input are the batch.
+    """
     numbers = parameters["dimension_numbers"]
     dilations = parameters["lhs_dilation"]
     input_batch, channel_axis, *input_space = numbers.lhs_spec
     output_batch, output_axis, *output_space = numbers.out_spec
-    # Examples are summed over, so they are the channels. They are the last axis, because XLA
-    # computes such convolutions fast in a loop.
+    # Examples are the last axis of the images, because XLA computes such convolutions fast in a
+    # loop.
     images = jnp.transpose(x, (channel_axis, *input_space, input_batch))
     kernel = jnp.transpose(cotangent, (*output_space, output_batch, output_axis))
     # The barrier keeps XLA from folding the transposes into the form that it runs slowly.
     images, kernel = jax.lax.optimization_barrier((images, kernel))
     padding = []
     for i, axis in enumerate(numbers.rhs_spec[2:]):
+        # A reach is the distance from the first entry of an axis to its last, after dilation.
         input_reach = (images.shape[1 + i] - 1) * dilations[i]
         output_reach = (kernel.shape[i] - 1) * parameters["window_strides"][i]
         kernel_reach = (shape[axis] - 1) * parameters["rhs_dilation"][i]
@@ -203,6 +229,7 @@ def _kernel_cotangent(
     rank = len(input_space)
     last = rank + 1
     inner = range(1, last)
+    # The output has the channels of the input first, then space, then the output's channels.
     kernel_cotangent = jax.lax.conv_general_dilated(
         images,
         kernel,

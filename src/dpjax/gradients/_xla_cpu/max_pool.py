@@ -34,11 +34,11 @@ def pool_max(parameters: dict[str, Any], x: Array) -> Array:
         largest = as_written(x)
         return largest, (x, largest)
 
-    def backward(inputs: tuple[Array, Array], cotangent: Array) -> tuple[Array]:
+    def backward(x_and_largest: tuple[Array, Array], cotangent: Array) -> tuple[Array]:
         # Fused with the derivative of the activation before it, the backward pass gave wrong
         # gradients: XLA wrote the result over the input that the next slice reads.
         separate = apart(partial(_input_cotangent, parameters))
-        return (separate(*inputs, cotangent),)
+        return (separate(*x_and_largest, cotangent),)
 
     if _is_unusual(parameters, x):
         return as_written(x)
@@ -61,7 +61,11 @@ def _is_unusual(parameters: dict[str, Any], x: Array) -> bool:
 def _input_cotangent(
     parameters: dict[str, Any], x: Array, largest: Array, cotangent: Array
 ) -> Array:
-    """The cotangent of the input: that of each window goes to its winner."""
+    """The cotangent of the input: that of each window goes to its winner.
+
+    The loop is over the entries of a window, for all windows together: ``largest`` and
+    ``cotangent`` have a number for each window.
+    """
     strides = parameters["window_strides"]
     edges = [(low, high, 0) for low, high in parameters["padding"]]
 
@@ -71,14 +75,16 @@ def _input_cotangent(
     padded, pull_back = jax.vjp(pad, x)
     total = jnp.zeros_like(padded)
     has_no_winner = jnp.ones(largest.shape, bool)
+    zero = jnp.zeros((), cotangent.dtype)
     for start in itertools.product(*map(range, parameters["window_dimensions"])):
+        # This entry of all windows: from the start on, by the stride.
         sides = zip(start, largest.shape, strides, strict=True)
         ends = [first + (count - 1) * stride + 1 for first, count, stride in sides]
         wins = has_no_winner & (jax.lax.slice(padded, start, ends, strides) == largest)
         has_no_winner = has_no_winner & ~wins
+        # Padding puts the entries back to their places in the input.
         sides = zip(start, padded.shape, ends, strides, strict=True)
         around = [(first, length - end, stride - 1) for first, length, end, stride in sides]
-        zero = jnp.zeros((), cotangent.dtype)
         total = total + jax.lax.pad(jnp.where(wins, cotangent, zero), zero, around)
     (input_cotangent,) = pull_back(total)
     return input_cotangent

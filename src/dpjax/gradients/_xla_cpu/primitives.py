@@ -23,7 +23,7 @@ from dpjax.gradients._xla_cpu.max_pool import pool_max
 
 
 def _pad(parameters: dict[str, Any], x: Array, filling: Any) -> Array:
-    """A pad by a traced number: JAX cannot differentiate one with respect to only its filling."""
+    """A pad by a traced number, which JAX cannot differentiate by only that number."""
     edges = parameters["padding_config"]
     if not isinstance(filling, Tracer):
         return jax.lax.pad(x, filling, edges)
@@ -62,9 +62,9 @@ def fast(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function with `bind_fast`, except in loops, branches and custom derivatives."""
 
     def step(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
-        # Functions of `jax.numpy` and many layers are programs of their own.
         if equation.primitive.name != "jit":
             return bind_fast(equation, inputs)
+        # Functions of `jax.numpy` and many layers are programs of their own: they are entered.
         inner = equation.params["jaxpr"]
         return evaluate(inner.jaxpr, inner.consts, inputs, step)
 
