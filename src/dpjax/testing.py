@@ -83,6 +83,7 @@ def influence(rule: Clipping, gradients: PyTree) -> float:
     total = summed(every, np.ones(size, bool))
     moved = []
     for example in every:
+        # A removed example is a masked row, or its row is not there.
         others = every != example
         masked = summed(every, others)
         absent = summed(every[others], np.ones(size - 1, bool))

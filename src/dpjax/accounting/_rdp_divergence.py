@@ -122,7 +122,10 @@ def _divergences(z: np.ndarray, q: np.ndarray, orders: np.ndarray) -> np.ndarray
 
 
 def _log_moment_whole(z: np.ndarray, q: np.ndarray, order: int) -> np.ndarray:
-    """``A - 1 = sum_k>=2 C(alpha, k) q^k (1-q)^(alpha-k) (exp(k(k-1) / 2z^2) - 1)``."""
+    """``log A`` at a whole order, ``[z]``; the terms of the sum are ``[z, k]``.
+
+    ``A - 1 = sum_k>=2 C(alpha, k) q^k (1-q)^(alpha-k) (exp(k(k-1) / 2z^2) - 1)``.
+    """
     if order == 1:
         return np.zeros(len(z))
     k = np.arange(2, order + 1)

@@ -233,7 +233,8 @@ def random_allocation(multipliers: ArrayLike, batches: int) -> DpEvent:
     in_whole_epochs = len(values) - len(values) % batches
     whole_epochs = values[:in_whole_epochs].reshape(-1, batches)
     last_epoch = values[in_whole_epochs:]
-    # Runs of equal epochs are joined first, because there can be a million of them.
+    # An epoch is its sorted multipliers. Runs of equal epochs are joined first, because there can
+    # be a million of them.
     rows, lengths = schedules.runs_of(np.sort(whole_epochs, axis=1))
     counts: Counter[tuple[tuple[float, int], ...]] = Counter()
     for row, count in zip(rows, lengths, strict=True):

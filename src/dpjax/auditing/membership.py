@@ -204,7 +204,7 @@ def _refuted(ins: np.ndarray, outs: np.ndarray, delta: float, risk: float) -> fl
     out_ranks = _ranks(outs.size)
     least_true = beta.ppf(risk, ranks, ins.size - ranks + 1)
     most_false_at = beta.ppf(1 - risk, out_ranks, outs.size - out_ranks + 1)
-    # The limit at the next of the ranks holds, because fewer others than this rank count.
+    # Fewer others count than the next larger rank, so the limit at this rank holds.
     others_above = np.searchsorted(-outs, -ins[ranks - 1], side="right")
     next_rank = np.searchsorted(out_ranks, others_above + 1)
     most_false = np.append(most_false_at, 1.0)[next_rank]

@@ -161,6 +161,7 @@ def _noise(mechanism: Mechanism, ran: np.ndarray, scaled_by: str | None) -> Row:
 
 
 def _multiplier(mechanism: Mechanism, ran: np.ndarray, on_sum: np.ndarray) -> str:
+    """The multipliers of the steps that ran, and to what they are relative."""
     if mechanism.adaptive is not None:
         return (
             f"multiplier {range_of(ran)} in all: {range_of(on_sum)} on the sum, "
@@ -173,6 +174,7 @@ def _multiplier(mechanism: Mechanism, ran: np.ndarray, on_sum: np.ndarray) -> st
 
 
 def _correlation(mechanism: Mechanism) -> str:
+    """The strategy of correlated noise, and the factor that it puts on the noise."""
     strategy = mechanism.noise
     assert strategy is not None
     covered = "each participation" if mechanism.is_amplified else "the whole run"
@@ -218,6 +220,7 @@ def _before(spent: Spent) -> Row:
 
 
 def _steps(mechanism: Mechanism, counted: int, ledger: Ledger | None) -> Row:
+    """How many steps ran, were planned and count; without a ledger all planned ones."""
     taken = f"{mechanism.steps:,}"
     if ledger is not None:
         taken = f"{ledger.steps:,} (of {mechanism.steps:,} planned)"

@@ -54,7 +54,7 @@ def cyclic_poisson(examples: int, batch_size: float, *, cycle: int) -> Sampler:
             f"sampling.cyclic_poisson(examples={examples}, batch_size={batch_size}, "
             f"cycle={cycle}): expected a cycle of at most {int(examples // batch_size)}."
         )
-    largest = largest_word(rate)
+    largest = largest_word(rate)  # a word up to this one draws an example
 
     def draw(key: Key, step: Any, fresh: Key | None = None) -> Draw:
         # Parts last for the run. Two runs from one state have coins of their own, from `fresh`.

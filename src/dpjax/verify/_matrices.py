@@ -223,7 +223,7 @@ def saved(run: Run, orders: np.ndarray) -> np.ndarray:
     moves = np.array([sizes[:, first::bins].sum(axis=1) for first in range(bins)])  # M^T
     k = moves @ moves.T / noise.sensitivity**2  # K for multiplier 1, [bins, bins]
     overlaps = np.sort(k, axis=1).max(axis=0)  # at least the sorted entries of every row
-    if np.mean(overlaps) > 0.75:  # the card does not count what is saved here
+    if np.mean(overlaps) > 0.75:  # little is saved here, and the card does not count it
         return 0 * orders
     # A bin of 32 random bits, modulo the number of bins, is this much likelier than 1 / bins.
     odds = (1 + bins / 2**32) / bins

@@ -47,6 +47,7 @@ def steps_of(card: Card) -> Counter[Step] | None:
         return None
     if any(run.sampling.event == "none" for run in runs):
         return None
+    # A step or a query without noise releases the sum itself.
     ran = first_steps(card)
     used = np.concatenate([ran, *map(planned, before)])[:, 0]
     queries = [multiplier for run in runs for multiplier in run.preparation]
