@@ -115,7 +115,7 @@ def score_canaries(
     add = jax.jit(partial(_added, loss, per_step, mechanism))
     scores = jnp.zeros(trees.leading_size(canaries, name="auditing.score_canaries(canaries)"))
     for _ in range(steps):
-        before = state._replace(ledger=None)
+        before = state._replace(ledger=None)  # no score reads it
         state, _ = algorithm.step(state)
         scores = add(scores, before, state.optimizer.mean, canaries, rest)
     return np.asarray(scores), state

@@ -21,7 +21,7 @@ MOST_STEPS = 10**8
 MOST_LEVELS = 256
 # The proven methods of a card.
 BOUNDS = ("rdp", "pld", "rdp-classic")
-# A proof for one relation also holds for the relations before it.
+# A proof for one relation also implies the later ones, with the sensitivity of these.
 NEIGHBOURS = ("add-or-remove", "zero-out", "replace-one")
 
 
@@ -188,10 +188,14 @@ def refused(where: str, value: Any, expected: str) -> Unreadable:
 
 
 def read(hint: Any, value: Any, where: str) -> Any:
-    """The value of a field with this type hint."""
+    """The value of a field of JSON as its type hint has it; ``where`` names the field in errors.
+
+    A JSON object is a dataclass with exactly its fields, and a list a list or a tuple. Fields of
+    the type ``Any`` are not checked.
+    """
     origin = get_origin(hint)
     arguments = get_args(hint)
-    if hint is Strategy:
+    if hint is Strategy:  # the fields depend on the kind
         hint = kind_of(value, where)
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         hints = get_type_hints(hint, include_extras=True)
@@ -276,7 +280,7 @@ def card_of(value: dict[str, Any]) -> Card:
     mechanism = value.get("mechanism")
     version = value.get("format")
     if version is None and isinstance(mechanism, dict):
-        version = mechanism.get("format")
+        version = mechanism.get("format")  # a card of format 4 has no other one
     if version not in (None, 4, FORMAT):
         raise Unreadable(
             f"the card is of format {version!r}; expected 4 or {FORMAT}. Use the dpjax that wrote "
@@ -295,6 +299,7 @@ def card_of(value: dict[str, Any]) -> Card:
     for run in runs:
         if not run.unit.isidentifier():  # the verdicts print it
             raise refused("the card.mechanism.unit", run.unit, "one word")
+    # All batches are proved for the last of their relations and for later ones.
     proved = max(NEIGHBOURS.index(run.sampling.neighbours) for run in runs)
     if NEIGHBOURS.index(card.mechanism.neighbours) < proved:
         raise Unreadable(
