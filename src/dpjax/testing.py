@@ -365,20 +365,28 @@ class _Every(Limits):
 
 def _ratios(with_it: Sequence[Measurement], without: Sequence[Measurement]) -> Iterator[float]:
     """At each step, how far an example moves the release, over how far the multiplier allows."""
-    for step, (one, other) in enumerate(zip(with_it, without, strict=True)):
-        pairs = zip(jax.tree.leaves(one.total), jax.tree.leaves(other.total), strict=True)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            moved = [
-                np.linalg.norm(np.asarray(a, np.float64) - np.asarray(b, np.float64)) / deviation
-                for (a, b), deviation in zip(pairs, one.deviations, strict=True)
-            ]
-        multiplier = one.multiplier
+    for step, (present, absent) in enumerate(zip(with_it, without, strict=True)):
+        moved = []  # of each leaf, relative to the standard deviation of its noise
+        leaves = zip(
+            jax.tree.leaves(present.total),
+            jax.tree.leaves(absent.total),
+            present.deviations,
+            strict=True,
+        )
+        for leaf, leaf_without, deviation in leaves:
+            distance = np.linalg.norm(
+                np.asarray(leaf, np.float64) - np.asarray(leaf_without, np.float64)
+            )
+            # Without noise this is infinite or NaN, which the caller takes for a broken law.
+            with np.errstate(divide="ignore", invalid="ignore"):
+                moved.append(distance / deviation)
+        multiplier = present.multiplier
         if callable(multiplier):
             multiplier = multiplier(jnp.int32(step))  # links pass this dtype to a schedule
         ratio = float(np.linalg.norm(moved)) * accounting.effective_multiplier(multiplier)
-        if one.strategy is not None:
+        if present.strategy is not None:
             # One step moves several rows of a run with correlated noise.
-            ratio *= float(one.strategy.column_norms()[step])
+            ratio *= float(present.strategy.column_norms()[step])
         yield ratio
 
 
