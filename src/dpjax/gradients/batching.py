@@ -262,12 +262,13 @@ def _in_turn(
     zeros = jax.tree.map(jnp.zeros_like, start)
     total = Total(zeros, high=start, low=zeros)
     if blocks == 1:
-        total = Total(start)
+        total = Total(start)  # a single block needs no compensation
     padded = _padded(rows, math.prod(shape))
     folded = jax.tree.map(lambda x: x.reshape((*shape, *x.shape[1:])), padded)
     total, of_rows = jax.lax.scan(add_block, total, folded)
     value = total.block
     if total.high is not None:
+        # All blocks have ended: their sum is in `high`, and its rounding error in `low`.
         value = jax.tree.map(jnp.add, total.high, total.low)
     # The results of the rows lose the axes of the loops and the padding.
     of_rows = jax.tree.map(lambda x: jax.lax.collapse(x, 0, 3)[:count], of_rows)

@@ -108,7 +108,7 @@ def _rows_for(count: int) -> int:
 def _drawn(
     secret: UInt32[Array, "2"], ready: UInt32[Array, ""], count: int, dtype: Any
 ) -> Float[Array, " count"]:
-    """``count`` numbers: the first halves of all pairs, then the second halves.
+    """``count`` numbers: the first numbers of all pairs, then the second numbers.
 
     ``ready`` is a word of an array that must exist before the draw.
     """

@@ -48,7 +48,11 @@ class Tree(Strategy):
         return np.full(self.steps, float(self.remembers + 1))
 
     def matrix(self) -> Matrix:
-        """C: row t has the weights of left siblings, each at all steps of its sibling."""
+        """C: row t is the recursion of `_next`, solved for the normal number $z_t$.
+
+        The noise of step t is $z_t$ over the root of its precision, plus the weighted noise sums of
+        the left siblings.
+        """
         c = np.zeros((self.steps, self.steps))
         for t in range(self.steps):
             weights, precision = self._weights(t, np)
