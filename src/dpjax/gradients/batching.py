@@ -289,7 +289,7 @@ def _on_devices(
     # Masked rows make the shares equal; shard_map needs an even split.
     padded = _padded(rows, -(-count // layout.shares) * layout.shares)
     shares = layout.on_each(sum_of_share, split={1})(weights, padded, zeros)
-    value = jax.tree.map(lambda s, x: s + jnp.sum(x, axis=0), start, shares.value)
+    value = jax.tree.map(lambda begun, x: begun + jnp.sum(x, axis=0), start, shares.value)
     of_rows = shares._replace(value=None)
     of_rows = jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2)[:count], of_rows)
     return of_rows._replace(value=value)

@@ -146,7 +146,8 @@ class Tree(Strategy):
             )
             # The steps of a right sibling are still free, the steps of a left one are known.
             sibling_variance = numpy.where(is_right, 0.0, variance_of_right)
-            # The node's sum is the parent's sum minus the sibling's.
+            # The node's sum is the parent's sum minus the sibling's. So the sum of a left sibling,
+            # which is known, has a negative weight.
             from_parent = precision / (1 + precision * sibling_variance)
             # The node's own row in H adds the precision 1 to its sum.
             share = from_parent / (from_parent + 1)
