@@ -157,11 +157,11 @@ def read_log(path: pathlib.Path) -> list[dict[str, Any]]:
             rows[row["step"]] = row
         except (ValueError, KeyError, TypeError) as error:
             if isinstance(error, ValueError) and number == len(lines):
-                break
+                break  # the process was killed while it wrote this line
             raise ValueError(
                 f"{path}: line {number} of {len(lines)} is not a JSON object with a step. "
                 "Restore the line or remove it."
             ) from error
-        if row.get("epsilon", 0) is None:
+        if row.get("epsilon", 0) is None:  # as `line_of_log` writes infinity
             row["epsilon"] = math.inf
     return [rows[step] for step in sorted(rows)]

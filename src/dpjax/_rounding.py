@@ -28,14 +28,15 @@ def three_digits(epsilon: float, rounded: Callable[[float, str], str] = upwards)
 
 
 def _rounded(value: float, form: str, rounding: str) -> str:
+    """A number in this format, rounded in this direction of `decimal`."""
     if not math.isfinite(value):
         return f"{value:{form}}"
     exact = Decimal(repr(float(value)))  # the shortest decimal of this float, so 1e-5 stays 1e-5
     digits = int(form[1:-1])
-    # The power of ten of the last printed digit.
-    last = -digits
+    # The power of ten of the last printed digit. Digits of "g" count from the first one.
+    power = -digits
     if form.endswith("g"):
-        last += exact.adjusted() + 1
+        power += exact.adjusted() + 1
     with localcontext(prec=700):  # more than any float has
-        rounded = exact.quantize(Decimal(1).scaleb(last), rounding=rounding)
+        rounded = exact.quantize(Decimal(1).scaleb(power), rounding=rounding)
     return f"{float(rounded):{form}}"

@@ -192,6 +192,7 @@ def assert_noise(
         raise LawBroken("the chain adds no noise: a clipped sum comes out.")
     from scipy.stats import chi2
 
+    # The name of the numbers, their deviation, and its least and most relative to the expected one.
     measured = [("", float(np.std(_vector(noise))), 1 - tolerance, 1 + tolerance)]
     for name, leaf in zip(trees.leaf_names(noise), jax.tree.leaves(noise), strict=True):
         size = np.size(leaf)
@@ -200,8 +201,8 @@ def assert_noise(
             least, most = np.sqrt(chi2(size).ppf([1e-9, 1 - 1e-9]) / size)
             least = min(least, 1 - tolerance)
             most = max(most, 1 + tolerance)
-            root = float(np.sqrt(np.mean(_vector(leaf) ** 2)))
-            measured.append((f" of {name or 'the array'}", root, least, most))
+            of_leaf = float(np.sqrt(np.mean(_vector(leaf) ** 2)))
+            measured.append((f" of {name or 'the array'}", of_leaf, least, most))
     for name, root, least, most in measured:
         if not least * deviation <= root <= most * deviation:
             raise LawBroken(f"the noise{name} has deviation {root:.6g}, expected {deviation:.6g}.")
@@ -233,13 +234,14 @@ def assert_sampling(sampler: Sampler, *, steps: int = 400, seed: int = 0) -> Non
 
     @jax.jit
     def counts(step: Any) -> Any:
+        """How often a step draws each example, and whether it draws only examples."""
         indices, mask = sampler.draw(key, step)
-        inside = (indices >= 0) & (indices < sampler.examples)
+        exists = (indices >= 0) & (indices < sampler.examples)
         times = jnp.zeros(sampler.examples, jnp.int32).at[indices].add(mask)
-        return times, jnp.all(inside | ~mask)
+        return times, jnp.all(exists | ~mask)
 
-    times, inside = map(np.asarray, jax.lax.map(counts, jnp.arange(steps)))
-    if not inside.all() or times.max(initial=0) > 1:
+    times, all_exist = map(np.asarray, jax.lax.map(counts, jnp.arange(steps)))  # [steps, ...]
+    if not all_exist.all() or times.max(initial=0) > 1:
         raise LawBroken(f"{sampler.name}: a draw holds an example twice, or one that is not there.")
     cycle = sampler.facts["cycle"]
     rates = sampler.facts["rates"]
@@ -248,20 +250,21 @@ def assert_sampling(sampler: Sampler, *, steps: int = 400, seed: int = 0) -> Non
         raise LawBroken(f"{sampler.name}: an example is drawn twice in a cycle of {cycle} steps.")
     if sampler.facts["event"] != Event.POISSON:
         return
-    # One coin in each cycle draws an example.
-    most = max(rate for rate, _ in rates)
+    # One coin in each cycle draws an example. The most drawn one must not exceed its rate.
+    largest_rate = max(rate for rate, _ in rates)
     drawn = int(by_cycle.sum(axis=0).max())
-    if drawn > binom.ppf(1 - 1e-9 / sampler.examples, len(by_cycle), most):
+    if drawn > binom.ppf(1 - 1e-9 / sampler.examples, len(by_cycle), largest_rate):
         raise LawBroken(
             f"{sampler.name}: an example is in {drawn} of {len(by_cycle)} draws; expected a rate "
-            f"of {most:.4g}."
+            f"of {largest_rate:.4g}."
         )
-    if len(rates) > 1 or cycle > 1 or most == 1:
+    if len(rates) > 1 or cycle > 1 or largest_rate == 1:
         return
+    # Sizes of Poisson batches are binomial, so a sum of squares as small as this is not by chance.
     sizes = times.sum(axis=1)
-    variance = sampler.examples * most * (1 - most)
-    spread = (steps - 1) * float(np.var(sizes, ddof=1)) / (variance or 1)
-    if spread < chi2(steps - 1).ppf(1e-9):
+    variance = sampler.examples * largest_rate * (1 - largest_rate)
+    scaled_squares = (steps - 1) * float(np.var(sizes, ddof=1)) / (variance or 1)
+    if scaled_squares < chi2(steps - 1).ppf(1e-9):
         raise LawBroken(
             f"{sampler.name}: batch sizes from {sizes.min()} to {sizes.max()} vary less than those "
             "of Poisson sampling."
@@ -320,15 +323,18 @@ def assert_private(
     # One state begins all runs, because a chain may draw its key in `init`.
     begin = functools.cache(lambda: chain.init(params))
     run = functools.partial(_runs, chain, begin, params, most_rows)
+    # First law: an example moves the releases as far as the multiplier allows.
     without, updates = run(_batches(params, canary, [0] * steps))
-    draws = [1 - step % 2 for step in range(steps)]
+    draws = [1 - step % 2 for step in range(steps)]  # whether a step draws the example
     # Correlated noise hides an example that takes part once, at the least.
     once = without[0].strategy is not None
     if once:
         draws = [1] + [0] * (steps - 1)
-    examples = {"one example": canary}
-    for name, value in (("an example of NaN", jnp.nan), ("an example of infinities", jnp.inf)):
-        examples[name] = jax.tree.map(lambda x, value=value: jnp.full_like(x, value), far)
+    examples = {
+        "one example": canary,
+        "an example of NaN": jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), far),
+        "an example of infinities": jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), far),
+    }
     for name, example in examples.items():
         with_it, _ = run(_batches(params, example, draws))
         for step, (ratio, drawn) in enumerate(zip(_ratios(with_it, without), draws, strict=True)):
@@ -341,7 +347,8 @@ def assert_private(
                     f"multiplier says; expected {drawn}. A link before the clipping may see "
                     "several examples, or gradients of earlier batches."
                 )
-    # Two batches of other values, one with NaN, with other numbers of clipped and drawn examples.
+    # Second law: equal releases give equal updates. These are two batches of other values, one with
+    # NaN, with other numbers of clipped and drawn examples.
     for scales, drawn in (([1e6, 1.0, 0.0, 0.0], 4), ([1e-6, jnp.nan, 0.0, 0.0], 2)):
         scaled = functools.partial(jnp.tensordot, jnp.diag(jnp.float32(scales)), axes=1)
         batch = Batch(jax.tree.map(scaled, _others(params, 4)), np.arange(4) < drawn)
@@ -403,10 +410,10 @@ def _runs(
     Measurements of an earlier run, given as ``instead``, replace the sums before the noise.
     """
     measurements = list[Measurement]()
-    left = iter(instead)
+    replacements = iter(instead)
 
     class Measured(GaussianState):
-        """The state of a noise link, which records and exchanges what its noise meets."""
+        """The state of a noise link, which records the sum that its noise meets, or replaces it."""
 
         def meeting(self, clipped: Sum, below: Any, noise: LinkNoise) -> tuple[PyTree, Any]:
             of_groups = noise.deviations(self.step)
@@ -418,8 +425,8 @@ def _runs(
                 below=below,
             )
             measurements.append(measurement)
-            meets = next(left, measurement)
-            return meets.total, meets.below
+            met = next(replacements, measurement)
+            return met.total, met.below
 
     def measured(node: Any) -> Any:
         return Measured(*node) if isinstance(node, GaussianState) else node

@@ -159,9 +159,9 @@ def scheduled_gaussian(multipliers: ArrayLike, sampling_rate: ArrayLike) -> DpEv
       >>> [part.count for part in event.events]
       [50, 50]
     """
-    rates = np.asarray(sampling_rate, np.float64)
-    zs = np.asarray(multipliers, np.float64)
-    rates, zs = np.broadcast_arrays(rates, zs)
+    rates, zs = np.broadcast_arrays(
+        np.asarray(sampling_rate, np.float64), np.asarray(multipliers, np.float64)
+    )
     pair_of_step = np.stack([rates.ravel(), zs.ravel()], axis=-1)
     # Runs of equal steps are joined first, because sorting ten million steps takes 15 seconds.
     pairs, lengths = schedules.runs_of(pair_of_step)

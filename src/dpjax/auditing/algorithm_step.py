@@ -48,17 +48,18 @@ class Separation(NamedTuple):
         """Whether the canary moves more than the mechanism allows, or by NaN."""
         if self.claimed == math.inf:
             return False
-        # The negated comparison also refutes a step by NaN, which is not above anything.
+        # The negated comparisons also refute a step by NaN, which is not above anything.
         if self.projections is None:
             return not np.max(self.lower) <= self.claimed
         from scipy.stats import chi2
 
+        # With an estimated norm a contribution reaches s bounds with P(chi2_r < r / s^2). This
+        # share of keys may reach s times the claimed separation.
         separations, shares = self._shares()
         with np.errstate(divide="ignore"):
-            scales = self.claimed / separations
-        # An estimated norm lets the contribution exceed the bound by s with P(chi2_r < r / s^2).
-        allowed = chi2(self.projections).cdf(self.projections * scales**2)
-        return not np.all(shares <= allowed)
+            inverse_s = self.claimed / separations
+        allowed_shares = chi2(self.projections).cdf(self.projections * inverse_s**2)
+        return not np.all(shares <= allowed_shares)
 
     def epsilon(self, delta: float) -> float:
         """The lower bound on the epsilon of one step that draws the canary."""
@@ -159,6 +160,7 @@ def audit_algorithm(
         if row is not None:
             checks.whole(call, "canary or instead", row, least=0, most=sampling.examples - 1)
     confidence = checks.fraction(call, "confidence", confidence, "Such as 0.999, not per cent.")
+    # Two neighbouring data sets: they differ in the canary, or in the row at its place.
     if instead is None:
         present = sampling
         absent = without(sampling, [canary])
@@ -171,9 +173,10 @@ def audit_algorithm(
     projections = mechanism.clipping.projections
     risk = 1 - confidence
     if projections is not None:
-        risk = risk / 2
+        risk = risk / 2  # the other half is for the shares of keys
+    # Beyond the seeds that are searched, draws are empty and a step releases only noise.
     deviations, limits = _deviations(lambda n: step_without(_SEEDS + n), pairs, risk)
-    moved = []
+    moved = []  # [keys, leaves]
     rounding = []
     for seed in _seeds_that_draw(present, canary, keys):
         leaves_with = step_with(seed)
@@ -308,10 +311,13 @@ class _FirstStep:
 def _deviations(
     noise_of: Callable[[int], list[np.ndarray]], pairs: int, risk: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The deviation of each leaf's noise, and upper limits that together fail with the risk."""
+    """The deviation of each leaf's noise, and upper limits, ``[leaves]``.
+
+    ``noise_of(n)`` is the n-th step of only noise. All limits together fail with the risk.
+    """
     from scipy.stats import chi2
 
-    squares = np.zeros(1)
+    squares = np.zeros(1)  # sums of squares, and how many numbers they have, by leaf
     counts = np.zeros(1)
     for pair in range(pairs):
         leaves = zip(noise_of(2 * pair), noise_of(2 * pair + 1), strict=True)

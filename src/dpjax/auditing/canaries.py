@@ -133,7 +133,19 @@ def _added(
     canaries: PyTree,
     rest: PyTree,
 ) -> Float[Array, " canaries"]:
-    """Scores after one more step, from the parameters before it and the mean that it released."""
+    """The scores after one more step.
+
+    Args:
+      loss: As for `score_canaries`.
+      per_step: As for `score_canaries`.
+      mechanism: That of the algorithm.
+      scores: The scores before the step, ``[canaries]``.
+      params: The parameters before the step.
+      step: The number of steps before it.
+      mean: The private mean that the step released.
+      canaries: As for `score_canaries`.
+      rest: As for `score_canaries`.
+    """
     examples = mechanism.sampling.examples
     canary_count = trees.leading_size(canaries)
     rest_count = trees.leading_size(rest)
@@ -145,9 +157,11 @@ def _added(
     clipped = clipped_grad(loss, dataclasses.replace(mechanism.clipping, projections=None))
     of_canaries = clipped(params, canaries)
     of_rest = clipped(params, rest)
-    scale = (examples - canary_count) / max(1, rest_count)  # an empty rest has the sum 0
+    # The rest can be a sample of all other rows; an empty one has the sum 0.
+    scale = (examples - canary_count) / max(1, rest_count)
 
     def surplus_of(mean: Array, rest_sum: Array, canary_sum: Array, leaf: Array) -> Array:
+        """The released mean, less its expectation over the coins of the canaries."""
         expected = (scale * rest_sum + canary_sum / 2) / examples
         return (mean - expected).astype(leaf.dtype)
 
@@ -189,7 +203,7 @@ def guess_members(scores: ArrayLike, members: ArrayLike, guesses: int) -> tuple[
     half = guesses // 2
     # Equal scores are in a random order. Otherwise sorted members are guessed right by their place.
     ties = np.random.default_rng(0).permutation(scores.size)
-    order = np.lexsort((ties, scores))
-    is_member = members == 1
-    right = np.sum(is_member[order[-half:]]) + np.sum(~is_member[order[:half]])
+    order = np.lexsort((ties, scores))  # from the lowest score
+    is_member = (members == 1)[order]
+    right = np.sum(is_member[-half:]) + np.sum(~is_member[:half])
     return int(right), 2 * half

@@ -94,7 +94,9 @@ def audit_membership(
     outs = _falling(_checked("others", others))
     # The risk is shared by both limits of both rates, at every rank.
     risk = (1 - confidence) / 4 / _RANKS / 2
-    epsilon = max(_refuted(ins, outs, delta, risk), _refuted(-outs[::-1], -ins[::-1], delta, risk))
+    by_members = _refuted(ins, outs, delta, risk)
+    by_others = _refuted(-outs[::-1], -ins[::-1], delta, risk)  # guesses of the opposite
+    # The bootstrap: rows of both kinds are drawn again, with replacement.
     draw = np.random.default_rng(seed)
     resampled = []
     for _ in range(_RESAMPLED):
@@ -105,13 +107,13 @@ def audit_membership(
     auroc, *shares = map(Share, _measured(ins, outs).tolist(), low.tolist(), high.tolist())
     true_positives = {}
     for rate, share in zip(RATES, shares, strict=True):
-        if rate * outs.size < 1:
+        if rate * outs.size < 1:  # no row is a false positive at this rate
             share = share._replace(value=math.nan)
         true_positives[rate] = share
     return Membership(
         auroc=auroc,
         true_positives=true_positives,
-        epsilon=epsilon,
+        epsilon=max(by_members, by_others),
         gaussian_epsilon=_fitted(ins, outs, delta, confidence),
         confidence=confidence,
     )
@@ -190,32 +192,36 @@ def _checked(name: str, scores: ArrayLike) -> Float[np.ndarray, " rows"]:
 
 
 def _refuted(ins: np.ndarray, outs: np.ndarray, delta: float, risk: float) -> float:
-    """The largest epsilon that the limits of both rates refute; scores fall from the first."""
+    """The largest epsilon that the limits of both rates refute; scores fall from the first.
+
+    A threshold is the score of a member with one of `_ranks`; rows above it, or at it, count.
+    """
     from scipy.stats import beta  # the import takes a second, so only audits of whole runs pay it
 
     # Ranks are chosen without looking, so the share of all members above the k-th score is beta
     # distributed, and its quantile is the limit of Clopper and Pearson.
     ranks = _ranks(ins.size)
     out_ranks = _ranks(outs.size)
-    true = beta.ppf(risk, ranks, ins.size - ranks + 1)
-    limits = beta.ppf(1 - risk, out_ranks, outs.size - out_ranks + 1)
-    # Fewer others than the next rank are at the threshold or above it.
-    reached = np.searchsorted(-outs, -ins[ranks - 1], side="right")
-    next_rank = np.searchsorted(out_ranks, reached + 1)
-    false = np.append(limits, 1.0)[next_rank]
+    least_true = beta.ppf(risk, ranks, ins.size - ranks + 1)
+    most_false_at = beta.ppf(1 - risk, out_ranks, outs.size - out_ranks + 1)
+    # The limit at the next of the ranks holds, because fewer others than this rank count.
+    others_above = np.searchsorted(-outs, -ins[ranks - 1], side="right")
+    next_rank = np.searchsorted(out_ranks, others_above + 1)
+    most_false = np.append(most_false_at, 1.0)[next_rank]
     with np.errstate(divide="ignore"):
-        epsilons = np.log(np.maximum(true - delta, 0) / false)
+        epsilons = np.log(np.maximum(least_true - delta, 0) / most_false)
     return float(np.max(epsilons, initial=0.0))
 
 
 def _ranks(size: int) -> np.ndarray:
     """Ranks from both ends, closer together near the ends, where the rates are small."""
-    first = np.geomspace(1, max(1, size // 2), _RANKS).astype(int)
-    return np.unique(np.concatenate([first, size + 1 - first]))
+    from_top = np.geomspace(1, max(1, size // 2), _RANKS).astype(int)
+    return np.unique(np.concatenate([from_top, size + 1 - from_top]))
 
 
 def _measured(ins: np.ndarray, outs: np.ndarray) -> Float[np.ndarray, " four"]:
     """AUROC, and the true-positive rate at each rate of false positives; scores fall."""
+    # AUROC: the pairs that a member wins; a draw counts half.
     below = np.searchsorted(outs[::-1], ins, "left")
     below_or_equal = np.searchsorted(outs[::-1], ins, "right")
     won = np.sum(below + below_or_equal) / 2 / outs.size
@@ -232,12 +238,13 @@ def _fitted(ins: np.ndarray, outs: np.ndarray, delta: float, confidence: float) 
     from scipy.stats import norm
 
     total = ins.size + outs.size
-    deviation = math.sqrt((ins.var() * ins.size + outs.var() * outs.size) / (total - 2))
-    if not deviation:
+    squares = ins.var() * ins.size + outs.var() * outs.size
+    deviation = math.sqrt(squares / (total - 2))
+    if not deviation:  # all scores of a kind are equal
         return math.inf if ins[0] > outs[0] else 0.0
     mu = (ins.mean() - outs.mean()) / deviation
-    error = math.sqrt(1 / ins.size + 1 / outs.size + mu**2 / (2 * total))
-    least = max(0.0, float(mu - norm.ppf(confidence) * error))
+    standard_error = math.sqrt(1 / ins.size + 1 / outs.size + mu**2 / (2 * total))
+    least_mu = max(0.0, float(mu - norm.ppf(confidence) * standard_error))
     if delta:
-        return profiles.gaussian(least).epsilon(delta)
-    return math.inf if least else 0.0
+        return profiles.gaussian(least_mu).epsilon(delta)
+    return math.inf if least_mu else 0.0  # a Gaussian has no pure epsilon

@@ -81,6 +81,7 @@ def epsilon_lower_bound(
     checks.delta(call, delta)
 
     def gaussian_refuted(mu: float) -> bool:
+        # The trade-off curve of two Gaussians at the distance mu.
         return refuted(lambda rate: float(ndtr(ndtri(rate) - mu)), *numbers, risk)
 
     mu = _largest(gaussian_refuted, 0, 20.0)
@@ -102,29 +103,34 @@ def refuted(
     right = risk * correct / canaries
     wrong = risk * (guesses - correct) / canaries
     for j in range(correct - 1, -1, -1):
-        increased = max(wrong, least(right))
-        if increased == wrong:  # and so at all smaller j
+        wrong_at_j = max(wrong, least(right))
+        if wrong_at_j == wrong:  # and so at all smaller j
             break
-        right += j / (guesses - j) * (increased - wrong)
-        wrong = increased
+        # Exactly j right guesses add to both chances, in the ratio of right to wrong guesses.
+        right += j / (guesses - j) * (wrong_at_j - wrong)
+        wrong = wrong_at_j
         if right + wrong > guesses / canaries:
             return True
     return right + wrong > guesses / canaries
 
 
 def _of_event(event: DpEvent, numbers: tuple[int, int, int], delta: float, risk: float) -> float:
-    """The epsilon of the event with the least noise that is refuted."""
+    """The epsilon of the event with the least noise that is refuted.
+
+    An octave halves the noise of the event.
+    """
     method = accounting.tightest(event)
-    factors = np.exp(_POINTS)
+    growth = np.exp(_POINTS)
 
     def is_refuted(octaves: float) -> bool:
         profile = profile_of(with_noise(event, 2.0**-octaves), method, "add-or-remove")
         deltas = np.array([profile.delta(epsilon) for epsilon in _POINTS])
 
         def least(right: float) -> float:
+            """The trade-off curve: false positives at least, at these true positives."""
             # Each (epsilon, delta) bounds the curve in both directions. More points only raise it.
-            forward = np.max((right - deltas) / factors)
-            reverse = np.max(1 - deltas - factors * (1 - right))
+            forward = np.max((right - deltas) / growth)
+            reverse = np.max(1 - deltas - growth * (1 - right))
             return max(0.0, float(forward), float(reverse))
 
         return refuted(least, *numbers, risk)

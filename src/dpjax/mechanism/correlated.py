@@ -94,18 +94,20 @@ def correlated_claim(strategy: Strategy, sampler: Sampler) -> str:
 
 
 def correlated_event(strategy: Strategy, sampler: Sampler, multipliers: np.ndarray) -> dp.DpEvent:
-    """The privacy event of the steps that ran, of these multipliers, with correlated noise."""
+    """The privacy event of the steps that ran, with these multipliers, of correlated noise."""
     check_run(f"Mechanism(noise={strategy.name})", strategy, sampler, len(multipliers))
     if is_amplified(strategy, sampler):
-        # Columns that do not overlap are separate releases, each with an event of its own.
+        # The participations of one example are separate releases, as with white noise.
         event = sampler.event(multipliers)
         if strategy.bands == 1 or len(multipliers) <= sampler.facts["cycle"]:
             return event
-        # The moves of two records overlap if there are several cycles and several bands.
+        # The moves of two examples overlap if there are several cycles and several bands. The mark
+        # tells `accounting.for_groups`.
         return correlated_samples(event)
     if not len(multipliers):
         return dp.NoOpDpEvent()
-    # The noise hides all steps of an example together: a run that stops early costs the same.
+    # The noise hides all steps of an example together, as one Gaussian with the least multiplier. A
+    # run that stops early costs the same.
     least = float(np.min(multipliers))
     shared = overlaps_of(strategy, sampler)
     if shared is None:

@@ -112,7 +112,7 @@ class Mechanism:
             multiplier = Planned.of(multiplier, steps)
         object.__setattr__(self, "steps", steps)
         object.__setattr__(self, "noise_multiplier", multiplier)
-        # Multipliers, not an event: a card holds them, and dpjax.verify recomputes it.
+        # Multipliers and not an event: a card holds them, and dpjax.verify recomputes the event.
         object.__setattr__(self, "preparation", checked_queries("Mechanism", self.preparation))
         object.__setattr__(self, "before", tuple(self.before))
         for sampler in [self.sampling, *[spent.sampling for spent in self.before]]:
@@ -405,17 +405,18 @@ class Mechanism:
         """
         by_epsilon = epsilon is not None or delta is not None or method is not None
         by_risk = true_positive_rate is not None or false_positive_rate is not None
-        # 0 times any factor is 0, so bisection does not end.
+        # The search is for a factor on all noise. No factor changes 0.
         if not np.all(self.multipliers > 0):
             raise ValueError(
                 "Mechanism.calibrate: a noise multiplier is 0, and no factor makes that private."
             )
-        # Bisection tries factors for which the check of adapted bounds raises.
-        bare = dataclasses.replace(self, adaptive=None)
+        # Bisection tries factors for which the check of adapted bounds raises. The event does not
+        # depend on them: the multiplier is the total.
+        unadapted = dataclasses.replace(self, adaptive=None)
 
         # One factor for the whole schedule keeps its shape, and epsilon is monotone in it.
         def make_event(factor: float) -> dp.DpEvent:
-            return bare.scaled(factor).event
+            return unadapted.scaled(factor).event
 
         target: Target | Risk
         if epsilon is not None and delta is not None and not by_risk:

@@ -106,7 +106,19 @@ def private_mean(
     below: Float[Array, ""] | None = None,
     in_parts: bool = False,
 ) -> tuple[PyTree, Any, PyTree]:
-    """The private mean of one step, and the scale and the memory of the next step."""
+    """The private mean of one step, and the scale and the memory of the next step.
+
+    Args:
+      mechanism: The `Mechanism`.
+      total: The clipped sum of the step, relative to ``bound_scale`` if the bounds are adapted.
+      key: The noise key of the run.
+      step: The number of the step.
+      memory: The state of correlated noise.
+      lost: As for `dpjax.noise.link.add_noise`.
+      bound_scale: How much larger the bounds of this step are than the rule's.
+      below: The count that adapted bounds follow, as of `dpjax.clipping.Quantile.below`.
+      in_parts: As for `dpjax.noise.link.add_noise`.
+    """
     beyond = step >= mechanism.steps
     if not trees.traced(beyond) and beyond:
         raise ValueError(
@@ -136,5 +148,6 @@ def private_mean(
         )
     # One example moves the count by 1/2, so the deviation of its noise is half the multiplier.
     drawn = WIDER * noise.standard_normal(trees.step_key(key, Purpose.COUNT, step), ())
-    fraction = (below + mechanism.count_multiplier / 2 * drawn) * share + 0.5
-    return mean, mechanism.adaptive.moved(bound_scale, fraction), memory
+    noisy_count = below + mechanism.count_multiplier / 2 * drawn
+    fraction_below = noisy_count * share + 0.5  # each example counts 1/2 or -1/2
+    return mean, mechanism.adaptive.moved(bound_scale, fraction_below), memory

@@ -63,8 +63,9 @@ class Spent:
         hint = "Runs are pairs (noise multiplier, steps)."
         multipliers = [checks.not_negative(call, "runs", z, hint) for z, _ in self.runs]
         counts = [checks.whole(call, "runs", n, hint, least=0) for _, n in self.runs]
+        pairs = zip(multipliers, counts, strict=True)
         # `dpjax.verify` refuses a pair of 0 steps on a card.
-        runs = tuple(run for run in zip(multipliers, counts, strict=True) if run[1])
+        runs = tuple((multiplier, count) for multiplier, count in pairs if count)
         object.__setattr__(self, "runs", runs)
         object.__setattr__(self, "preparation", checked_queries(call, self.preparation))
         checked_unit(call, self.unit)
@@ -106,7 +107,7 @@ class Spent:
         """Its privacy event."""
         queries = map(accounting.gaussian, self.preparation)
         # One multiplier per step, because an event may depend on the place of a step in an epoch.
-        values, counts = np.reshape(self.runs, (-1, 2)).T
+        values, counts = np.reshape(self.runs, (-1, 2)).T  # (0, 2) where no step ran
         multipliers = np.repeat(values, counts.astype(int))
         steps = steps_event(self.sampling, multipliers, self.projections, self.noise)
         return accounting.compose(*queries, steps)

@@ -55,11 +55,12 @@ def claim_of(
     supplied = supplied or any(spent.supplied for spent in mechanism.before)
     for name in methods or ():
         checks.one_of(call, "methods", name, accounting.METHODS)
-    asked = tuple(name for name in accounting.METHODS if methods is None or name in methods)
-    epsilons = dict(_epsilons(mechanism, tuple(ran.tolist()), delta, asked))
+    used = tuple(name for name in accounting.METHODS if methods is None or name in methods)
+    epsilons = dict(_epsilons(mechanism, tuple(ran.tolist()), delta, used))
     proven = [(e, name) for name, e in epsilons.items() if accounting.METHODS[name].proven]
     # The smallest of several upper bounds is an upper bound: data do not choose the method.
     best = min(proven, default=(math.inf, ""))
+    # Attacks are bounded by the curve of one method, usually the best one.
     _, bounded_by = best
     if mechanism.risk is not None:
         bounded_by = mechanism.risk.method  # the noise was chosen by its curve

@@ -78,13 +78,13 @@ def html_of(document: Document) -> str:
     """The HTML of a statement, without its title; it has all words of the text."""
     parts = [f"<p>{escape(' '.join(document.verdict))}</p>"]
     for table in document.tables:
-        pairs = [(entry.label, _set(entry)) for entry in table]
+        pairs = [(entry.label, _value_of(entry)) for entry in table]
         parts.append(_display.table("", pairs))
     if document.not_covered:
         items = [f"<li>{escape(words)}</li>" for words in document.not_covered]
         parts.append(f"<p>{_NOT_COVERED}</p>\n<ul>{''.join(items)}</ul>")
-    # The head of the page writes delta like this; BibTeX keeps its numbers.
-    html = re.sub(r"\b[\d.]+e-\d+\b", lambda found: _display.power(found[0]), "\n".join(parts))
+    # Numbers such as 1e-05 become powers of ten, as in the head of the page; BibTeX keeps them.
+    html = re.sub(r"\b[\d.]+e-\d+\b", lambda match: _display.power(match[0]), "\n".join(parts))
     if document.references:
         html += (
             f"\n<details><summary>{_REFERENCES}, as BibTeX</summary>"
@@ -93,7 +93,7 @@ def html_of(document: Document) -> str:
     return html
 
 
-def _set(entry: Row) -> str:
+def _value_of(entry: Row) -> str:
     """The value of a row; a paragraph is broken by the page that shows it."""
     if entry.label == PAPER:
         return " ".join(entry.lines)
@@ -112,11 +112,10 @@ def _rows(lines: Iterable[str]) -> Iterator[Row]:
     entry = row("")
     for line in lines:
         label = line[:COLUMN].strip()
-        value = " ".join(line[COLUMN:].split())
-        if label and entry.lines:
-            yield entry
-            entry = row("")
         if label:
+            if entry.lines:
+                yield entry
             entry = row(label)
+        value = " ".join(line[COLUMN:].split())
         entry.lines.append(value)
     yield entry

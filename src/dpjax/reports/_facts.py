@@ -83,6 +83,7 @@ def range_of(values: np.ndarray) -> str:
 
 
 def _sampler(mechanism: Mechanism, steps: int) -> Row:
+    """How batches are drawn, and at which rate; ``steps`` is the number of steps that count."""
     sampling = mechanism.sampling
     cycle = sampling.facts.get("cycle", 1)
     size = mechanism.batch_size
@@ -111,6 +112,7 @@ def _largest_rates(mechanism: Mechanism, steps: int) -> np.ndarray:
 
 
 def _clipping(mechanism: Mechanism) -> Row:
+    """The rule, and how far one unit moves the sum."""
     rule = mechanism.clipping
     groups = f"{rule.partition.size} group"
     if rule.partition.size > 1:
@@ -181,12 +183,13 @@ def _correlation(mechanism: Mechanism) -> str:
 
 
 def _on_mean(mechanism: Mechanism, on_sum: np.ndarray) -> str:
+    """The standard deviation of the noise on the mean, from the multipliers on the sum."""
     if isinstance(mechanism.gradient_multiplier, Sequence):
-        size = f"{_listed(mechanism.deviations_on_mean(0))} by group,"
+        deviation = f"{_listed(mechanism.deviations_on_mean(0))} by group,"
     else:
         moved = mechanism.clipping.sensitivity * mechanism.strategy_sensitivity
-        size = range_of(on_sum * moved / mechanism.batch_size)
-    words = f"= standard deviation {size} on the mean"
+        deviation = range_of(on_sum * moved / mechanism.batch_size)
+    words = f"= standard deviation {deviation} on the mean"
     if mechanism.adaptive is not None:
         words += ", at first"
     if mechanism.noise is not None:
@@ -195,6 +198,7 @@ def _on_mean(mechanism: Mechanism, on_sum: np.ndarray) -> str:
 
 
 def _before(spent: Spent) -> Row:
+    """The steps, sampler and noise of an earlier run."""
     multipliers = np.array([multiplier for multiplier, _ in spent.runs])
     noise = range_of(multipliers)
     if spent.noise is not None:

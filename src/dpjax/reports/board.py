@@ -91,6 +91,7 @@ def board(
 
 
 def _promise(claim: Claim) -> str:
+    """The guarantee in plain words, or the reason why there is none."""
     epsilon, method = claim.proven
     if claim.not_private or math.isinf(epsilon):
         reason = claim.not_private or "No guarantee is proved for this computation."

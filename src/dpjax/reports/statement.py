@@ -108,6 +108,7 @@ def statement(
 
 
 def _verdict(claim: Claim) -> list[str]:
+    """Whether the computation is private, by which proof, and what a reader must know of it."""
     _, method = claim.proven
     if _is_private(claim):
         sentences = [f"{_guarantee(claim)}, as proved by {method.upper()}.", *_risk(claim)]
@@ -178,16 +179,15 @@ def _epsilons(claim: Claim) -> list[Row]:
 
     rows = []
     for name in sorted(claim.epsilons, key=proven_and_small_first):
-        method = accounting.METHODS[name]
         value = three_digits(claim.epsilons[name])
-        rows.append(row("epsilon", f"{value:>8}   {method.name}: {method.words}"))
+        rows.append(row("epsilon", f"{value:>8}   {name}: {accounting.METHODS[name].words}"))
     if not rows:
         rows.append(row("epsilon", f"{'none':>8}   no method has a number for this"))
     return rows + _as_if_poisson(claim)
 
 
 def _as_if_poisson(claim: Claim) -> list[Row]:
-    """The epsilon that papers publish for such batches, with which a reader compares."""
+    """The epsilon that papers publish for batches of an epoch, with which a reader compares."""
     mechanism = claim.mechanism
     sampling = mechanism.sampling
     if not sampling.published_as_poisson or mechanism.noise is not None:

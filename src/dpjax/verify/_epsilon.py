@@ -228,7 +228,7 @@ def grid(steps: Counter[Step], exchange: int) -> float | None:
     sampled = [(step.rate, step.multiplier, n) for step, n in steps.items() if step.is_sampled]
 
     def variance(moved: int) -> float:
-        """Of the losses of all steps, about, if an example moves a sum by so much."""
+        """About the variance of all losses together, if an example moves a sum by ``moved``."""
         return math.fsum(n * q**2 * math.expm1(min((moved / z) ** 2, 700)) for q, z, n in sampled)
 
     largest = max(exchange / z for _, z, _ in sampled)
