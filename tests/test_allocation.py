@@ -157,7 +157,7 @@ def test_other_relations_and_methods_take_the_bin_as_known():
         accounting.epsilon(event, DELTA, "gdp")
 
 
-@kills("verify/_epsilon.py", "divergences + saved(run, ORDERS)", "divergences", slow=True)
+@kills("verify/_epsilon.py", "divergences + change_by_bins(run, ORDERS)", "divergences", slow=True)
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_verify_finds_what_bins_save(name):

@@ -107,8 +107,11 @@ class _Private(BaseEstimator):
         return dpjax.models.MLP(self._widths[:-1], classes=self._widths[-1])
 
     def _train(self, X: Any, x: np.ndarray, targets: np.ndarray, outputs: int, loss: Any) -> Self:
-        """Charges a plan for these rows, and runs it."""
-        self._widths = (*self.hidden_layer_sizes, outputs)
+        """Charges a plan for these rows, and runs it.
+
+        ``X`` is as given, with the unit column, and ``x`` has the numbers that the model reads.
+        """
+        self._widths = (*self.hidden_layer_sizes, outputs)  # `_network` reads them
         model = self._network()
         params = model.init(dpjax.noise.secret_key(), jnp.zeros(x.shape[1]))["params"]
         units = len(x)
@@ -120,7 +123,7 @@ class _Private(BaseEstimator):
         mechanism = planned.mechanism
         if owners is not None:
             batches = dpjax.sampling.persons(owners, mechanism.batch_size, self.rows_per_unit)
-            mechanism = dataclasses.replace(mechanism, sampling=batches, unit="")
+            mechanism = dataclasses.replace(mechanism, sampling=batches, unit=batches.unit)
         self.account_.charge(mechanism)
         algorithm = dpjax.dpsgd(
             dpjax.losses.of(model, loss), planned.optimizer, mechanism, (x, targets)

@@ -373,22 +373,28 @@ class _Every(Limits):
 
 def _ratios(with_it: Sequence[Measurement], without: Sequence[Measurement]) -> Iterator[float]:
     """At each step, how far an example moves the release, over how far the multiplier allows."""
-    for step, (one, other) in enumerate(zip(with_it, without, strict=True)):
+    for step, (present, absent) in enumerate(zip(with_it, without, strict=True)):
+        moved = []  # of each leaf, relative to the standard deviation of its noise
         leaves = zip(
-            jax.tree.leaves(one.total), jax.tree.leaves(other.total), one.deviations, strict=True
+            jax.tree.leaves(present.total),
+            jax.tree.leaves(absent.total),
+            present.deviations,
+            strict=True,
         )
-        moved = []  # of each leaf, in deviations of its noise
         for leaf, leaf_without, deviation in leaves:
-            difference = np.asarray(leaf, np.float64) - np.asarray(leaf_without, np.float64)
+            distance = np.linalg.norm(
+                np.asarray(leaf, np.float64) - np.asarray(leaf_without, np.float64)
+            )
+            # Without noise this is infinite or NaN, which the caller takes for a broken law.
             with np.errstate(divide="ignore", invalid="ignore"):
-                moved.append(np.linalg.norm(difference) / deviation)
-        multiplier = one.multiplier
+                moved.append(distance / deviation)
+        multiplier = present.multiplier
         if callable(multiplier):
             multiplier = multiplier(jnp.int32(step))  # links pass this dtype to a schedule
         ratio = float(np.linalg.norm(moved)) * accounting.effective_multiplier(multiplier)
-        if one.strategy is not None:
+        if present.strategy is not None:
             # One step moves several rows of a run with correlated noise.
-            ratio *= float(one.strategy.column_norms()[step])
+            ratio *= float(present.strategy.column_norms()[step])
         yield ratio
 
 

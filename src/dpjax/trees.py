@@ -187,13 +187,13 @@ def widened_exactly(x: Array) -> Array:
         return x
     wider = x.astype(wide(x.dtype))
     narrow_info = jnp.finfo(x.dtype)
-    wide_exponents = jnp.finfo(wider.dtype).nexp
-    exponents = narrow_info.nexp
+    wide_exponent_bits = jnp.finfo(wider.dtype).nexp
+    exponent_bits = narrow_info.nexp
     if narrow_info.bits <= 8:
         # A float8 may have numbers where IEEE's format with its exponent bits has infinity.
-        exponents = wide_exponents
-    rounded = jax.lax.reduce_precision(wider, exponents, narrow_info.nmant)
-    if narrow_info.nexp == wide_exponents:
+        exponent_bits = wide_exponent_bits
+    rounded = jax.lax.reduce_precision(wider, exponent_bits, narrow_info.nmant)
+    if narrow_info.nexp == wide_exponent_bits:
         return rounded
     # XLA rounds subnormal numbers to 0 with fewer exponent bits: in a float16 all below 6e-5.
     unit = float(narrow_info.smallest_subnormal)

@@ -115,9 +115,10 @@ def score_canaries(
     add = jax.jit(partial(_added, loss, per_step, mechanism))
     scores = jnp.zeros(trees.leading_size(canaries, name="auditing.score_canaries(canaries)"))
     for _ in range(steps):
-        before = state._replace(ledger=None)  # no score reads it
+        before = state
         state, _ = algorithm.step(state)
-        scores = add(scores, before, state.optimizer.mean, canaries, rest)
+        released_mean = state.optimizer.mean
+        scores = add(scores, before.params, before.step, released_mean, canaries, rest)
     return np.asarray(scores), state
 
 
@@ -126,7 +127,8 @@ def _added(
     per_step: Callable[[Any], PyTree] | None,
     mechanism: Mechanism,
     scores: Array,
-    state: State,
+    params: PyTree,
+    step: Array,
     mean: PyTree,
     canaries: PyTree,
     rest: PyTree,
@@ -138,17 +140,17 @@ def _added(
       per_step: As for `score_canaries`.
       mechanism: That of the algorithm.
       scores: The scores before the step, ``[canaries]``.
-      state: The state before the step.
+      params: The parameters before the step.
+      step: The number of steps before it.
       mean: The private mean that the step released.
       canaries: As for `score_canaries`.
       rest: As for `score_canaries`.
     """
-    params = state.params
     examples = mechanism.sampling.examples
     canary_count = trees.leading_size(canaries)
     rest_count = trees.leading_size(rest)
     if per_step is not None:
-        of_step = per_step(state.step)
+        of_step = per_step(step)
         canaries = trees.with_last(canaries, of_step, (canary_count,))
         rest = trees.with_last(rest, of_step, (rest_count,))
     # The attacker can compute exact norms, so none is estimated here.

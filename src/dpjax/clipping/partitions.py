@@ -38,7 +38,8 @@ def balanced(groups: int) -> Partition:
                 "split."
             )
         sizes = [leaf.size for leaf in leaves]
-        # Bisection makes the largest group as small as cuts between leaves allow.
+        # Bisection makes the largest group as small as cuts between leaves allow. A capacity is too
+        # small if it needs a group too many.
         low = max(sizes)
         high = sum(sizes)
         while low < high:

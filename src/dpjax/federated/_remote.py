@@ -241,25 +241,26 @@ def run_rounds(
     asked = mechanism.steps
     if rounds is not None:
         asked = checks.whole(call, "num_rounds", rounds)
-    within_budget = asked
-    affordable = ledger.affordable(mechanism, algorithm.budget)
+    # `fit` refuses a run that exceeds its budget, so it gets only the rounds that fit. It also
+    # refuses rounds beyond the plan, so these are cut only where the budget ends before the plan.
+    granted = asked
+    affordable = ledger.affordable(mechanism, algorithm.budget)  # at most the plan
     if affordable < mechanism.steps:
-        # `fit` refuses a run that exceeds its budget, so it gets only the rounds that fit.
-        within_budget = min(asked, affordable)
+        granted = min(asked, affordable)
     state, rows = training.fit(
         algorithm,
         algorithm.init(params),
-        steps=within_budget,
+        steps=granted,
         evaluate=evaluate,
-        # A row waits for its checkpoint, so no model leaves before the last one is on disk.
+        # Each round ends with a checkpoint, so parameters are on disk before clients get them.
         evaluate_every=1,
         directory=directory,
     )
-    if within_budget < asked:
+    if granted < asked:
         logging.warning(
-            "%s: round %d of %d exceeds %r; the run ends before it.",
+            "%s: round %d of %d exceeds %r; no further round runs.",
             call,
-            within_budget + 1,
+            granted + 1,
             asked,
             algorithm.budget,
         )

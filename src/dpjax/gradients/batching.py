@@ -262,12 +262,13 @@ def _in_turn(
     zeros = jax.tree.map(jnp.zeros_like, start)
     total = Total(zeros, high=start, low=zeros)
     if blocks == 1:
-        total = Total(start)
+        total = Total(start)  # a single block needs no compensation
     padded = _padded(rows, math.prod(shape))
     folded = jax.tree.map(lambda x: x.reshape((*shape, *x.shape[1:])), padded)
     total, of_rows = jax.lax.scan(add_block, total, folded)
     value = total.block
     if total.high is not None:
+        # All blocks have ended: their sum is in `high`, and its rounding error in `low`.
         value = jax.tree.map(jnp.add, total.high, total.low)
     # The results of the rows lose the axes of the loops and the padding.
     of_rows = jax.tree.map(lambda x: jax.lax.collapse(x, 0, 3)[:count], of_rows)
@@ -288,7 +289,7 @@ def _on_devices(
     # Masked rows make the shares equal; shard_map needs an even split.
     padded = _padded(rows, -(-count // layout.shares) * layout.shares)
     shares = layout.on_each(sum_of_share, split={1})(weights, padded, zeros)
-    value = jax.tree.map(lambda s, x: s + jnp.sum(x, axis=0), start, shares.value)
+    value = jax.tree.map(lambda begun, x: begun + jnp.sum(x, axis=0), start, shares.value)
     of_rows = shares._replace(value=None)
     of_rows = jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2)[:count], of_rows)
     return of_rows._replace(value=value)

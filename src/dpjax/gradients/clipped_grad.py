@@ -111,7 +111,7 @@ def clipped_grad(
         real = real_rows("clipped_grad", mask, size)
         traced = Traced(loss, has_aux)
         traced.with_frozen(frozen).check(params, trees.one_row(batch), "clipped_grad")
-        # Every engine returns zeros for no examples, and only "vmap" takes an empty batch.
+        # Every engine returns zeros for no examples, so the simplest one runs.
         name = "vmap" if size == 0 else engine
         examples_together = microbatch_size
         if name == "vmap":
@@ -120,6 +120,7 @@ def clipped_grad(
         rows = Rows(batch, real, _held_weights(weights, size, rule.partition.size))
         begun = _begun(start, rule, params)
 
+        # All arrays are arguments, because `run_laid_out` may move them to other devices.
         def engine_of(key: Key) -> BoundEngine:
             run = _engine(name, rule, key)
 

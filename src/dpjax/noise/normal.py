@@ -108,7 +108,7 @@ def _rows_for(count: int) -> int:
 def _drawn(
     secret: UInt32[Array, "2"], ready: UInt32[Array, ""], count: int, dtype: Any
 ) -> Float[Array, " count"]:
-    """``count`` numbers: the first halves of all pairs, then the second halves.
+    """``count`` numbers: the first numbers of all pairs, then the second numbers.
 
     ``ready`` is a word of an array that must exist before the draw.
     """
@@ -146,7 +146,7 @@ def _threefry(key: Array, counter: list[Array]) -> tuple[Array, Array]:
     """
     # The rounds are written out: JAX's own function is a loop over arrays on a CPU, several times
     # slower.
-    keys = key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA)
+    keys = key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA)  # the cipher's constant
     x = counter[0] + keys[0]
     y = counter[1] + keys[1]
     for group in range(5):

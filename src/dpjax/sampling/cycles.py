@@ -56,13 +56,15 @@ def cyclic_poisson(examples: int, batch_size: float, *, cycle: int) -> Sampler:
         )
     largest = largest_word(rate)  # a word up to this one draws an example
 
-    def draw(key: Key, step: Any, fresh: Key | None = None) -> Draw:
-        # Parts last for the run. Two runs from one state have coins of their own, from `fresh`.
+    def draw(key: Key, step: Any, coin_key: Key | None = None) -> Draw:
+        # Parts last for the run and follow from `key`. A run gives a `coin_key` of its own, so two
+        # runs from one state have the same parts and independent coins.
         parts = parts_of(trees.step_key(key, Purpose.PARTS, 0), examples, cycle)
         here = parts == step % cycle
-        for_coins = key if fresh is None else fresh
-        key = trees.step_key(for_coins, Purpose.SAMPLING, step)
-        return coins(key, jnp.full(examples, largest, jnp.uint32), here)
+        if coin_key is None:
+            coin_key = key
+        step_key = trees.step_key(coin_key, Purpose.SAMPLING, step)
+        return coins(step_key, jnp.full(examples, largest, jnp.uint32), here)
 
     return Sampler(
         name="cyclic_poisson",
@@ -70,6 +72,7 @@ def cyclic_poisson(examples: int, batch_size: float, *, cycle: int) -> Sampler:
         capacity=examples,
         draw=draw,
         claim=f"Poisson sampling from {cycle} parts in turn; one amplified step a cycle is proved",
+        # One rate in all steps; a coin decides whether an example takes part in its step.
         **stated(examples, batch_size, rates=[[rate, 1]], cycle=cycle, place="coin"),
         coins=True,
     )

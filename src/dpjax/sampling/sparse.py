@@ -53,7 +53,7 @@ _BALLS = 48
 # The probability of a number of balls is a multiple of 2^-96.
 _WORDS = 3
 # Two words of 32 bits make an index: the low one holds the cell, so a block has 2^31 cells at most.
-_WIDEST = 31
+_DIGIT_BITS = 31
 # FF1 of NIST SP 800-38G, which also permutes domains of any size, has ten rounds.
 _ROUNDS = 12
 
@@ -83,7 +83,7 @@ def block_of(rate: float) -> Block:
     series = sum((q**k / k for k in range(1, 24)), Fraction(0))
     # A short fraction, rounded down as well.
     mean = Fraction(int(series * 2**128), 2**128)
-    shift = min(_WIDEST, int(_MEAN / mean).bit_length() - 1)
+    shift = min(_DIGIT_BITS, int(_MEAN / mean).bit_length() - 1)
     tails = _tails(mean * 2**shift)
     return Block(shift, np.array([digits(tail) for tail in tails], np.uint32))
 
@@ -131,7 +131,7 @@ def scattered(key: Key, examples: int, block: Block) -> Draw:
     indices = _joined(block_of_place, cell_of_place, block.shift, examples)
     # An empty draw has nothing to repeat, so each of its places names another example.
     counted = jnp.arange(len(indices), dtype=jnp.uint32)
-    padding = _joined(jnp.zeros_like(counted), counted, _WIDEST, examples)
+    padding = _joined(jnp.zeros_like(counted), counted, _DIGIT_BITS, examples)
     return Draw(jnp.where(hit.size > 0, indices, padding), hit.mask)
 
 
@@ -170,31 +170,37 @@ def distinct(key: Key, examples: int, size: int) -> Array:
         return _uniform(key, examples, size)
 
     indices = _redrawn(key, size, uniform, _found_before)
-    return _joined(indices[:, 0], indices[:, 1], _WIDEST, examples)
+    return _joined(indices[:, 0], indices[:, 1], _DIGIT_BITS, examples)
 
 
 def _uniform(key: Key, examples: int, size: int) -> UInt[Array, "size 2"]:
-    """Independent uniform indices, in two digits of base 2^31: numbers beyond are drawn again."""
+    """Independent uniform indices, in two digits of base 2^31.
+
+    Numbers from ``examples`` on are drawn again.
+    """
+    # Each digit has as many random bits as the last index needs there.
     last = examples - 1
-    last_high = last >> _WIDEST
-    # A random word is shifted to as many bits as a digit of the last index needs.
-    high_shift = 32 - last_high.bit_length()
-    low_shift = 32 - min(last.bit_length(), _WIDEST)
-    limit = jnp.array([[examples >> _WIDEST, examples % 2**_WIDEST]], jnp.uint32)
+    high_bits = (last >> _DIGIT_BITS).bit_length()
+    low_bits = min(last.bit_length(), _DIGIT_BITS)
+    limit = jnp.array([[examples >> _DIGIT_BITS, examples % 2**_DIGIT_BITS]], jnp.uint32)
 
     def draw(key: Key) -> Array:
         words = jax.random.bits(key, (size, 2), jnp.uint32)
-        # A digit of no bits is 0, and a shift by 32 bits is not defined.
-        high = jnp.zeros(size, jnp.uint32)
-        if last_high:
-            high = words[:, 0] >> high_shift
-        low = words[:, 1] >> low_shift
+        high = _leading_bits(words[:, 0], high_bits)
+        low = _leading_bits(words[:, 1], low_bits)
         return jnp.stack([high, low], axis=1)
 
     def is_beyond(indices: Array) -> Array:
         return ~less(indices, limit)
 
     return _redrawn(key, size, draw, is_beyond)
+
+
+def _leading_bits(words: UInt[Array, " size"], count: int) -> UInt[Array, " size"]:
+    """The first ``count`` of the 32 bits of each word, as a number."""
+    if count == 0:  # a shift by 32 bits is not defined
+        return jnp.zeros_like(words)
+    return words >> (32 - count)
 
 
 def _redrawn(

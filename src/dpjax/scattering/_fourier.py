@@ -92,12 +92,12 @@ def moduli(spectrum: Array, blocks: int) -> Float[Array, "rows *images_and_paths
     """The absolute value of the inverse Fourier transform, first of all columns, then of rows."""
     rows = spectrum.shape[0]
     columns = spectrum.shape[-1] // 2
-    # (x + iy) exp(ib) is x cos(b) - y sin(b), and i times x sin(b) + y cos(b).
+    # (x + iy) exp(ib) is x cos(b) - y sin(b), and i times x sin(b) + y cos(b). The outputs are all
+    # real parts and then all imaginary parts; the inputs are the parts of the spectrum.
     cosines, sines = _waves(np.arange(columns), np.arange(columns), columns)
-    from_real = np.hstack([cosines, sines]).T  # what x adds to the real and the imaginary part
-    from_imaginary = np.hstack([-sines, cosines]).T  # what y adds
-    matrix = _parts(from_real, from_imaginary, blocks).T
-    # The result has the real part of all columns, and then the imaginary part.
+    weights_of_x = np.concatenate([cosines, sines])  # [2 columns of output, columns of input]
+    weights_of_y = np.concatenate([-sines, cosines])
+    matrix = _parts(weights_of_x, weights_of_y, blocks).T  # [parts, 2 columns of output]
     of_columns = on_columns(spectrum, matrix / (rows * columns))
     # The same formula for rows: even are the sums with cosines, and odd those with sines.
     cosines, sines = _waves(np.arange(rows // 2 + 1), np.arange(rows), rows)

@@ -117,7 +117,7 @@ def squared_sensitivity(
     collected = np.cumsum(decays, axis=1)  # U: [directions, steps of the pattern, poles]
 
     def between(collected: np.ndarray, length: int) -> Values:
-        """The squared norm of the rows 1 to ``length - 1`` after each of some steps."""
+        """The squared norm of the rows 1 to ``length - 1`` after each step of ``collected``."""
         sums = np.exp(-pairs) * np.expm1(-pairs * (length - 1)) / np.expm1(-pairs)
         weighted = weights[:, None] * collected
         products = np.swapaxes(weighted, 1, 2) @ weighted

@@ -48,7 +48,11 @@ class Tree(Strategy):
         return np.full(self.steps, float(self.remembers + 1))
 
     def matrix(self) -> Matrix:
-        """C: row t has the weights of left siblings, each at all steps of its sibling."""
+        """C: row t is the recursion of `_next`, solved for the normal number $z_t$.
+
+        The noise of step t is $z_t$ over the root of its precision, plus the weighted noise sums of
+        the left siblings.
+        """
         c = np.zeros((self.steps, self.steps))
         for t in range(self.steps):
             weights, precision = self._weights(t, np)
@@ -142,7 +146,8 @@ class Tree(Strategy):
             )
             # The steps of a right sibling are still free, the steps of a left one are known.
             sibling_variance = numpy.where(is_right, 0.0, variance_of_right)
-            # The node's sum is the parent's sum minus the sibling's.
+            # The node's sum is the parent's sum minus the sibling's. So the sum of a left sibling,
+            # which is known, has a negative weight.
             from_parent = precision / (1 + precision * sibling_variance)
             # The node's own row in H adds the precision 1 to its sum.
             share = from_parent / (from_parent + 1)

@@ -159,7 +159,9 @@ class _Assembly:
         check_state(f"{self.name}: run", state)
         count = checks.whole(f"{self.name}: run", "count", count)
         with meshes.in_force(self.recipe.mesh):
-            # Checkpoints store zeros in place of the noise key, and noise of a known key is public.
+            # A checkpoint holds zeros in place of the noise key, and anybody can compute the noise
+            # of zeros. A key of the caller may be zeros too (`jax.random.key(0)`): the ledger
+            # records it as supplied, so no secret is claimed.
             if not supplied(state) and not np.any(trees.on_host(state.noise_key)):
                 raise ValueError(
                     f"{self.name}: the noise key of this state is not set, as in a checkpoint. "

@@ -77,12 +77,16 @@ def add_clipped(
 ) -> Sums:
     """Adds the clipped gradients of one microbatch to the sums.
 
+    Gradients go to ``block``, the plain sum of the last few microbatches; the end of a block adds
+    it to a sum with a correction of rounding errors (`gradients.batching.Total`).
+
     ``rows`` and ``mask`` have the axis ``[size]`` of the microbatch, whose entries are examples or
     clients. If people are drawn, they are ``[size, most_rows]``. False in the mask is padding.
     """
     scale = recipe.bound_scale(state)
     loss = recipe.loss
     if recipe.rescales:
+        # A bound that changes is a fixed bound on the gradients of a loss that is divided.
         loss = _divided(loss, scale)
     examples = with_entry(recipe.entry, state.key, state.step, rows, mask.shape)
     if recipe.mechanism.sampling.most_rows is not None:
@@ -96,6 +100,8 @@ def add_clipped(
         sizes = jnp.where(drawn, recipe.sizes(rows), 0)
     # A client without examples is masked: it has no update, and its mean loss is NaN.
     real = sizes > 0
+    # Only `clipping.jl` uses this key: its random directions stay as secret as the noise.
+    projection_key = trees.step_key(state.noise_key, Purpose.PROJECTIONS, state.step)
     clipped = clipped_sum(
         recipe.name,
         loss,
@@ -104,7 +110,7 @@ def add_clipped(
         state.params,
         examples,
         real,
-        key=trees.step_key(state.noise_key, Purpose.PROJECTIONS, state.step),
+        key=projection_key,
         weights=weights_of(recipe, state, examples),
         start=sums.gradients.block,
     )

@@ -20,7 +20,7 @@ import dp_accounting as dp
 import numpy as np
 from scipy.special import erfcx, gammaln, ndtr
 
-from dpjax.verify._matrices import saved
+from dpjax.verify._matrices import change_by_bins
 from dpjax.verify.epochs import delta_of, epsilon_of, law_of
 from dpjax.verify.facts import Card, Run
 from dpjax.verify.steps import Step
@@ -58,7 +58,7 @@ def by_rdp(card: Card, steps: Counter[Step]) -> tuple[dict[str, float], np.ndarr
             runs.append(card.mechanism)
         for run in runs:
             if run.noise is not None and run.multiplier_and_steps:
-                divergences = divergences + saved(run, ORDERS)
+                divergences = divergences + change_by_bins(run, ORDERS)
     epsilon, _ = dp.rdp.compute_epsilon(ORDERS.tolist(), divergences.tolist(), card.delta)
     classic = divergences - math.log(card.delta) / (ORDERS - 1)
     # Papers with this conversion print the best of these orders.

@@ -26,6 +26,8 @@ from dpjax.verify.facts import (
 
 # The most steps for which C is computed as a matrix.
 LARGEST = 4_096
+# Where bins share more on average, random bins gain little, and claims of dpjax count no gain.
+_MOST_SHARED = 0.75
 
 
 def require_hidden(run: Run) -> None:
@@ -206,35 +208,41 @@ def first_column(noise: Strategy) -> np.ndarray:
     return column
 
 
-def saved(run: Run, orders: np.ndarray) -> np.ndarray:
-    r"""The divergence minus that of a Gaussian, because an example hides among random bins.
+def change_by_bins(run: Run, orders: np.ndarray) -> np.ndarray:
+    r"""The change of a Gaussian's divergence because an example hides among random bins.
 
-    An example in bin b moves row t of $C G$ by at most $m_{tb}$, the sum of $|C_{ts}|$ over the
-    steps of the bin. With $K = M^T M$ over the variance, the moment of the mixture of bins against
-    the run without the example is at most $\prod_j \max_a E_b e^{j K_{ab}}$ for a whole order
-    (Hölder). The reverse moment is at most a Gaussian's (Jensen).
+    At most 0. An example in bin b moves row t of $C G$ by at most $M_{tb}$, the sum of $|C_{ts}|$
+    over the steps s of the bin. With $K = M^T M$ over the variance of the noise, and a bin $b$ of
+    random bits, both directions of neighbours cost at most (Hölder; Jensen)
+
+    $$ \frac1{\alpha - 1} \log \prod_{j=1}^{\alpha - 1} \max_a E_b\, e^{j K_{ab}}, \qquad
+       \frac12 \Bigl( \max_{ab} K_{ab} + (\alpha - 1) \max_a E_b K_{ab} \Bigr) $$
+
+    the first for whole orders, and between two of them by a line through the logarithms.
     """
     noise: Any = run.noise
     bins = run.sampling.cycle
     multiplier = min(run.multiplier_and_steps)[0]
+    no_change = 0 * orders
     if run.sampling.place != "random" or noise.steps > LARGEST or multiplier <= 0:
-        return 0 * orders
-    sizes = np.abs(matrix(noise))
-    moves = np.array([sizes[:, first::bins].sum(axis=1) for first in range(bins)])  # M^T
-    k = moves @ moves.T / noise.sensitivity**2  # K for multiplier 1, [bins, bins]
-    overlaps = np.sort(k, axis=1).max(axis=0)  # at least the sorted entries of every row
-    if np.mean(overlaps) > 0.75:  # little is saved here, and the card does not count it
-        return 0 * orders
-    # A bin of 32 random bits, modulo the number of bins, is this much likelier than 1 / bins.
-    odds = (1 + bins / 2**32) / bins
-    overlaps = overlaps / multiplier**2
-    log_moments = [0.0]  # of order 1; each whole order adds a factor of the product
+        return no_change
+    entries = np.abs(matrix(noise))
+    moves = np.array([entries[:, first::bins].sum(axis=1) for first in range(bins)])  # M^T
+    gram = moves @ moves.T / noise.sensitivity**2  # K for multiplier 1, [bins, bins]
+    # The sorted entries of each row of K are at most these: [bins], in ascending order.
+    row_bound = np.sort(gram, axis=1).max(axis=0)
+    if np.mean(row_bound) > _MOST_SHARED:
+        return no_change
+    row_bound = row_bound / multiplier**2
+    # A bin of 32 random bits, modulo the number of bins, is a little likelier than 1 / bins.
+    bin_probability = (1 + bins / 2**32) / bins
+    log_products = [0.0]  # of whole orders, from 1
     for j in range(1, math.ceil(max(orders))):
-        top = j * overlaps[-1]
-        log_mean = top + math.log(odds * np.exp(j * overlaps - top).sum())
-        log_moments.append(log_moments[-1] + log_mean)
-    whole_orders = 1 + np.arange(len(log_moments))
-    forward = np.interp(orders, whole_orders, log_moments) / (orders - 1)
-    reverse = (overlaps[-1] + (orders - 1) * odds * overlaps.sum()) / 2
+        top = j * row_bound[-1]
+        log_mean = top + math.log(bin_probability * np.exp(j * row_bound - top).sum())
+        log_products.append(log_products[-1] + log_mean)
+    whole_orders = 1 + np.arange(len(log_products))
+    forward = np.interp(orders, whole_orders, log_products) / (orders - 1)
+    reverse = (row_bound[-1] + (orders - 1) * bin_probability * row_bound.sum()) / 2
     gaussian = orders / (2 * multiplier**2)
     return np.minimum(np.maximum(forward, reverse) - gaussian, 0.0)

@@ -79,9 +79,10 @@ def divided(
     forms_by_id = {key: form_of(*entry) for key, entry in entries_by_id.items()}
     computed: dict[int, tuple[dict[int, Array], Array]] = {}
     for leaf, entries in entries_of_leaves.items():
+        # The numbers of the entries whose gradients are common.
         sites = [entry.site for entry in entries]
         forms = [forms_by_id[id(entry)] for entry in entries]
-        chosen = common_sites(leaf, leaves[leaf], sites, forms)  # their numbers
+        chosen = common_sites(leaf, leaves[leaf], sites, forms)
         others[leaf] = [entry for k, entry in enumerate(entries) if k not in chosen]
         if chosen:
             # Inner products with a common gradient read the numbers that the sum reads.

@@ -172,6 +172,7 @@ def _large_operand(equation: JaxprEqn, inputs: Sequence[Any], book: Book) -> int
     output: Any = equation.outvars[0].aval
     # The gradient of a product is formed in float32: a narrower product rounds otherwise.
     is_narrow = output.dtype.itemsize < 4
+    # The product is not linear in a leaf of both operands. A constant operand needs no site.
     shared_leaves = inputs[0].leaves & inputs[1].leaves
     if not small_size or shared_leaves or is_narrow or not inputs[large].isometry:
         return None

@@ -46,7 +46,7 @@ def derived(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
     recompute = _recomputation(equation, views, outputs, leaves)
     # The view that the result only rearranges, if it does.
     source = _rearranged(equation.primitive.name, views, outputs[0])
-    made = (equation, tuple(views)) if len(outputs) == 1 else None
+    made = (equation, tuple(views)) if len(outputs) == 1 else None  # for `rewrites`
     results = []
     for i, output in enumerate(outputs):
         trained = leaves
