@@ -414,7 +414,10 @@ def _runs(
     replacements = iter(instead)
 
     class Measured(GaussianState):
-        """The state of a noise link, which records the sum that its noise meets, or replaces it."""
+        """The state of a noise link, which records the sum that its noise meets, or replaces it.
+
+        The link adds its noise to what `meeting` returns.
+        """
 
         def meeting(self, clipped: Sum, below: Any, noise: LinkNoise) -> tuple[PyTree, Any]:
             of_groups = noise.deviations(self.step)

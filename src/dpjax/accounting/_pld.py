@@ -190,7 +190,10 @@ def _grid(parts: Parts, neighbours: str) -> float:
 
 
 def _span(parts: Parts, neighbours: str) -> float:
-    """The range of losses that a grid must cover, of one step and of all steps."""
+    """The range of losses that a grid must cover, of one step and of all steps.
+
+    The loss of one Gaussian has mean ``1 / 2z^2`` and deviation ``1 / z``; ten of these count.
+    """
     multipliers = [z for _, z in parts.sampled]
     multipliers.append(parts.unsampled_multiplier)
     sensitivity = 2 if neighbours == "replace-one" else 1

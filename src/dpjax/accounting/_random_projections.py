@@ -81,7 +81,8 @@ def with_projections(event: DpEvent, projections: int) -> DpEvent:
 def profile(steps: Steps, parts: Parts, neighbours: str) -> Profile:
     """The profile of parts with these steps, by loss distributions."""
     for q, z, r in steps:
-        # Such a step is not private. `not >` is also true of NaN, which counts as no noise.
+        # This step hides nothing: it has no noise, or it surely draws the example, which counts as
+        # unprotected with a large chance. `not >` is also true of NaN, which counts as no noise.
         if not z > BARE or (q == 1 and _beyond(z, r) >= _RARE):
             return profiles.gaussian(math.inf)
     # The mixture is over one random scale. Replace-one needs the joint law of two.

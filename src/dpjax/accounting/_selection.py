@@ -103,7 +103,7 @@ def select_best(
       and 6. Liu, Talwar, *Private selection from private candidates*, 2019.
     """
     call = "accounting.select_best"
-    row, runs = _checked(call, distribution, runs)
+    law_of_runs, runs = _checked(call, distribution, runs)
     checks.delta(call, delta)
     events = list(event) if isinstance(event, Iterable) else [event]
     # Any candidate may be published, so the search pays for the most expensive one.
@@ -113,7 +113,7 @@ def select_best(
     # The theorems take one divergence curve, which bounds every run.
     curves = [_rdp_accountant.total(split(run), neighbours) for run in events]
     of_one_run = np.max(curves, axis=0)
-    of_best_run = row.divergence(of_one_run, runs)
+    of_best_run = law_of_runs.divergence(of_one_run, runs)
     epsilon_best = _rdp_accountant.to_epsilon(of_best_run, delta)
     epsilon_all = _rdp_accountant.to_epsilon(math.ceil(runs) * of_one_run, delta)
     return Selection(epsilon_one, epsilon_best, epsilon_all, runs)
@@ -129,13 +129,13 @@ def draw_runs(key: Key, runs: float, distribution: str = "geometric") -> int:
       >>> [draw_runs(jax.random.key(seed), runs=10) for seed in range(6)]
       [18, 3, 1, 9, 13, 4]
     """
-    row, runs = _checked("accounting.draw_runs", distribution, runs)
+    law_of_runs, runs = _checked("accounting.draw_runs", distribution, runs)
     key = jax.random.fold_in(key, Purpose.RUNS)
     words = np.asarray(jax.random.bits(key, (2, 2), "uint32"), np.uint64)
     bits = words[:, 0] << 20 | words[:, 1] >> 12  # two numbers of 52 bits
     # Odd multiples of 2^-53 are exact in a double, and neither 0 nor 1.
     first, second = ((2 * bits + 1) / 2**53).tolist()
-    return row.draw(runs, first, second)
+    return law_of_runs.draw(runs, first, second)
 
 
 def _truncated(one: np.ndarray, runs: float, eta: float, tail: float) -> np.ndarray:

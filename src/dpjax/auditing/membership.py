@@ -92,7 +92,7 @@ def audit_membership(
     confidence = checks.fraction(call, "confidence", confidence, "Such as 0.95, not per cent.")
     ins = _falling(_checked("members", members))
     outs = _falling(_checked("others", others))
-    # The risk is shared by both limits of both rates, at every rank.
+    # The risk is shared by both limits of both rates, at every rank from either end.
     risk = (1 - confidence) / 4 / _RANKS / 2
     by_members = _refuted(ins, outs, delta, risk)
     by_others = _refuted(-outs[::-1], -ins[::-1], delta, risk)  # guesses of the opposite

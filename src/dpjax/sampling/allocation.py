@@ -99,7 +99,7 @@ def random_allocation(examples: int, batches: int) -> Sampler:
     description = stated(examples, batch_size, event="allocation", cycle=batches)
 
     def draw(key: Key, step: Any, epoch_key: Key = None) -> Draw:
-        if epoch_key is None:
+        if epoch_key is None:  # a training state holds one
             epoch_key = description["bins"].key(key, step)
         return batch(epoch_key, step % batches)
 
@@ -124,8 +124,8 @@ def _batch_of_order(examples: int, batches: int, capacity: int) -> Callable[[Key
     def batch(epoch_key: Key, number: Any) -> Draw:
         for_order, for_sizes = jax.random.split(epoch_key)
         start, size = piece(for_sizes, number)
-        # `capacity` places of the order are read. Near its end they begin before the piece: there
-        # is nothing beyond the order, and cycles may never return to it.
+        # `capacity` places of the order are read. Near its end they begin before the piece, because
+        # `permuted` may walk forever from a place beyond the order.
         first = jnp.minimum(start, examples - capacity)
         indices = permuted(for_order, examples, np.arange(capacity), first)
         places = jnp.arange(capacity, dtype=jnp.int32)

@@ -108,7 +108,7 @@ def balls_in_bins(examples: int, batch_size: float) -> Sampler:
     description = stated(examples, batch_size, cycle=bins, place="random")
 
     def draw(key: Key, step: Any, run_key: Key = None) -> Draw:
-        if run_key is None:
+        if run_key is None:  # a training state holds one
             run_key = description["bins"].key(key, step)
         return listed(parts_of(run_key, examples, bins) == step % bins)
 

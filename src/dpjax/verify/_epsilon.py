@@ -224,13 +224,18 @@ def rounding_error(steps: Counter[Step]) -> float:
 
 
 def grid(steps: Counter[Step], exchange: int) -> float | None:
-    """The distance between losses; None if they take too much memory."""
+    """The distance between losses; None if they take too much memory.
+
+    ``exchange`` is 2 where a replacement moves a sum by two bounds, and otherwise 1.
+    """
     sampled = [(step.rate, step.multiplier, n) for step, n in steps.items() if step.is_sampled]
 
     def variance(moved: int) -> float:
         """About the variance of all losses together, if an example moves a sum by ``moved``."""
+        # The exponential overflows above 700.
         return math.fsum(n * q**2 * math.expm1(min((moved / z) ** 2, 700)) for q, z, n in sampled)
 
+    # Without sampling a loss is Gaussian, of mean mu^2 / 2 and deviation mu; ten of these count.
     largest = max(exchange / z for _, z, _ in sampled)
     span_of_a_step = largest**2 / 2 + 10 * largest
     if 2 * span_of_a_step > 1e-4 * POINTS:
