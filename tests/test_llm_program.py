@@ -5,6 +5,7 @@ The comparisons with transformers and PEFT are slow, and need an environment of 
 ``make test-llm`` sets up.
 """
 
+import importlib
 import json
 import re
 
@@ -13,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from experiments.finetuning.transformers import read_safetensors
-from experiments.llm import networks, objective, texts, weights
+from experiments.llm import networks, objective, quantized, texts, weights
 from run_binary import run
+
+import dpjax
 
 TINY = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 6, "vocab_size": 9}
 BYTES = texts.Tokenizer(None)
@@ -103,6 +106,79 @@ def test_a_cache_changes_no_logits(rank):
     leaves = jax.tree.map(lambda leaf: 9 * leaf, network.init(jax.random.key(0)))
     adapters = perturbed(networks.adapters(network, rank, jax.random.key(0))) if rank else {}
     assert_cached(network, leaves, adapters, np.array([1, 2, 3, 4, 5, 6]))
+
+
+# How far a normal number may move, relative to the largest of its block: by half of a gap.
+HALF_GAPS = {"int8": 0.5 / 127, "nf4": (1 - 0.6961) / 2}
+
+
+@pytest.mark.parametrize("kind", quantized.KINDS)
+def test_a_quantised_kernel_is_near_and_small(kind):
+    kernel = jax.random.normal(jax.random.key(0), (64, 3, 32)).at[:2].set(0)
+    made = quantized.quantized(kernel, kind)
+    near = made.dense()
+    assert (near.shape, near.dtype) == (kernel.shape, kernel.dtype)
+    largest = np.abs(kernel.reshape(-1, quantized.BLOCK)).max(axis=1, keepdims=True)
+    apart = np.abs((near - kernel).reshape(-1, quantized.BLOCK))
+    assert np.all(apart <= 1.001 * HALF_GAPS[kind] * largest)
+    assert np.all(near[:2] == 0)
+    assert made.codes.nbytes == kernel.size // (1 if kind == "int8" else 2)
+    again = quantized.quantized(near, kind)
+    np.testing.assert_array_equal(again.codes, made.codes)
+
+
+def tiny(family):
+    """A small network, of GPT-2 or of Tunix."""
+    if family == "gpt2":
+        return networks.decoder({**TINY, "n_embd": 16, "n_layer": 2})
+    pytest.importorskip("tunix", reason="optional; `make test-llm` installs it")
+    module = importlib.import_module(f"tunix.models.{family}.model")
+    sizes = {"num_layers": 2, "embed_dim": 32, "hidden_dim": 64}
+    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    if family == "gemma3":
+        fields = {"num_embed": 9, "sliding_window_size": 8, "param_dtype": np.float32}
+    else:
+        fields = {"vocab_size": 9, "rope_theta": 10_000, "norm_eps": 1e-6}
+    return networks.tunix(family, module.ModelConfig(**sizes, **heads, **fields))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", quantized.KINDS)
+@pytest.mark.parametrize("family", ["gpt2", *networks.TUNIX])
+def test_engines_agree_on_llm_adapters_of_a_quantised_base(family, kind):
+    network = tiny(family)
+    leaves = jax.jit(network.init)(jax.random.key(0))
+    base = quantized.kernels_quantized(leaves, kind)
+    kernels = [leaf for leaf in base.values() if isinstance(leaf, quantized.Quantized)]
+    assert len(kernels) >= 2 * 6, "of two layers"
+    adapters = perturbed(networks.adapters(network, 2, jax.random.key(0)))
+    given = quantized.of_quantized(network)
+    assert_cached(given, base, adapters, np.array([1, 2, 3, 4, 5, 6]))
+    loss = objective.loss_of(given)
+    examples = np.arange(24).reshape(4, 6) % 9, np.ones((4, 6), np.float32)
+    sums = []
+    for engine in ("auto", "vmap"):
+        clipped = dpjax.clipped_grad(loss, dpjax.clipping.flat(0.02), engine)
+        sums.append(jax.jit(clipped)({"lora": adapters}, examples, frozen={"leaves": base}))
+    found, want = sums
+    assert np.all(want.norms > 0.02)
+    np.testing.assert_allclose(found.norms, want.norms, rtol=1e-4)
+    for one, other in zip(*map(jax.tree.leaves, (found.value, want.value)), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_run_has_a_quantised_base(tmp_path):
+    (tmp_path / "texts.txt").write_text("one text\nand another\n" * 8)
+    given = [f"--text={tmp_path / 'texts.txt'}", "--steps=2", "--length=8", "--batch_size=4"]
+    given += ["--quantize=nf4", f"--out={tmp_path / 'run'}", "--generate=one"]
+    done = run("experiments.llm", *given, "--lora=2")
+    assert "\none" in done.stdout
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["quantize"] == "nf4"
+    assert (tmp_path / "run" / "adapter_model.safetensors").exists()
+    refused = run("experiments.llm", *given, "--lora=0", status=1)
+    assert "quantised kernels are not trained" in refused.stderr + refused.stdout
 
 
 @pytest.mark.thorough

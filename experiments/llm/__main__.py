@@ -38,7 +38,7 @@ from absl import app, flags
 import dpjax
 from dpjax import auditing, meshes
 from experiments.common import runs
-from experiments.llm import networks, objective, texts, weights
+from experiments.llm import networks, objective, quantized, texts, weights
 
 _TEXT = flags.DEFINE_string("text", None, "Private texts, a record a line: .jsonl, .tsv or plain.")
 _TEST = flags.DEFINE_string("test", None, "Texts that are not private, for perplexity.")
@@ -50,6 +50,9 @@ _TOKENIZER = flags.DEFINE_string(
     "tokenizer", None, "tokenizer.json or tokenizer.model; by default of the weights, or bytes."
 )
 _LORA = flags.DEFINE_integer("lora", 8, "Rank of the adapters; 0 trains all weights.", 0)
+_QUANTIZE = flags.DEFINE_enum(
+    "quantize", None, quantized.KINDS, "Keeps the frozen kernels in 8 or 4 bits; with --lora."
+)
 _LENGTH = flags.DEFINE_integer("length", 128, "The most tokens of a text; the rest is cut.", 2)
 _OUT = flags.DEFINE_string(
     "out",
@@ -101,6 +104,9 @@ def loaded() -> tuple[networks.Network, texts.Tokenizer, networks.Leaves]:
             f"{tokenizer.name} has {tokenizer.size} tokens, the model {network.vocabulary}. "
             "Give --tokenizer the file that belongs to the weights."
         )
+    if _QUANTIZE.value is not None:
+        network = quantized.of_quantized(network)
+        leaves = quantized.kernels_quantized(leaves, _QUANTIZE.value)
     return network, tokenizer, leaves
 
 
@@ -141,7 +147,8 @@ def tune(text: str, out: pathlib.Path) -> None:
         delta=delta,
         directory=out,
         configuration={
-            flag.name: flag.value for flag in (_WEIGHTS, _MODEL, _LORA, _LENGTH, _SEED, _AUTHOR)
+            flag.name: flag.value
+            for flag in (_WEIGHTS, _MODEL, _LORA, _QUANTIZE, _LENGTH, _SEED, _AUTHOR)
         },
     )
     if _LORA.value:
@@ -219,6 +226,10 @@ def main(argv: list[str]) -> None:
     runs.only_flags(argv)
     if not (_TEXT.value and _OUT.value):
         raise app.UsageError("expected --text=FILE and --out=FOLDER; see --help.")
+    if _QUANTIZE.value and not _LORA.value:
+        raise app.UsageError(
+            "--quantize --lora=0: quantised kernels are not trained. Give --lora=8."
+        )
     try:
         tune(_TEXT.value, pathlib.Path(_OUT.value))
     except (ImportError, OSError, ValueError) as error:
