@@ -185,7 +185,7 @@ def test_numbers_are_rounded_where_the_product_of_the_loss_rounds_them():
             return jnp.sum(jnp.dot(x, w, precision=precision)), None
 
         (site,) = trace(loss, jnp.ones((3, 2), dtype), jnp.ones((4, 3), dtype)).sites
-        return outer_products.rounds(site)
+        return outer_products.rounds_operands(site)
 
     assert not found()
     with _platforms.traced_for(_platforms.ACCELERATOR):

@@ -81,6 +81,6 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
     for *words, last in rows:
         padded = [word.ljust(width) for word, width in zip(words, widths, strict=False)]
         if len(padded) == len(widths):
-            last = last.rjust(9)
+            last = last.rjust(9)  # of 9 characters, as many as 1,000,000 has
         lines.append("  ".join([*padded, last]))
     return "\n".join(lines)

@@ -88,7 +88,7 @@ def _layout(request: Request, loss: Traced, params: PyTree, example: PyTree) -> 
         if mesh is not None and meshes.MODEL in axes:
             # The gradient also holds the convolutions of derivatives that users wrote.
             axes = _batch_axes(mesh, loss.gradient(params, example))
-        shares = Layout(1, mesh, axes).shares
+        shares = Layout(1, mesh, axes).shares  # whatever the microbatch size, here 1
         if microbatch_size:
             size = together
         elif _platforms.on_cpu():
@@ -206,7 +206,7 @@ def bytes_per_example(loss: Traced, params: PyTree, example: PyTree, engine: str
     varies = [i >= len(leaves) for i in range(len(program.invars))]  # the example's inputs
 
     def bytes_written(equation: JaxprEqn, inputs_vary: list[bool]) -> int:
-        # The book-keeping engine stores values that XLA does not fuse.
+        # The book-keeping engine stores values that XLA does not fuse, and others store all.
         is_fused = engine == "ghost" and not known(equation.primitive.name).writes
         if is_fused or not any(inputs_vary):
             return 0

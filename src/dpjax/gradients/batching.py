@@ -206,7 +206,7 @@ def _in_two(x: Array, error: Any, reach: float) -> tuple[Array, Array]:
     if 0 < reach < math.inf:
         unit = 2.0 ** (math.ceil(math.log2(reach)) - info.nmant)
     high = x
-    if unit >= info.tiny:
+    if unit >= info.tiny:  # XLA may round smaller numbers to 0
         high = jnp.round(x / unit) * unit  # XLA simplifies (x + 2^k) - 2^k to x
     return high, error + (x - high)
 
@@ -223,7 +223,8 @@ Engine = Callable[[Traced, Clipping, PyTree, Rows, PyTree], ClippedSum]
 """``(loss, rule, params, rows, start) -> clipped sum``, added to the sum ``start``."""
 
 BoundEngine = Callable[[PyTree, Rows, PyTree], ClippedSum]
-"""An engine for one loss and one rule: ``((params, frozen weights), rows, start)``."""
+"""An engine for one loss and one rule: ``(model, rows, start)`` with the model
+``(params, frozen)``."""
 
 
 def laid_out(engine: BoundEngine, layout: Layout) -> BoundEngine:
@@ -234,7 +235,7 @@ def laid_out(engine: BoundEngine, layout: Layout) -> BoundEngine:
 
 
 def _in_turn(
-    engine: BoundEngine, layout: Layout, weights: PyTree, rows: Rows, start: PyTree
+    engine: BoundEngine, layout: Layout, model: PyTree, rows: Rows, start: PyTree
 ) -> ClippedSum:
     """One microbatch after the other, in one compiled loop; the last one is padded.
 
@@ -245,14 +246,14 @@ def _in_turn(
     count = rows.mask.shape[0]
     size = layout.microbatch_size
     if count <= size:
-        return engine(weights, rows, start)
+        return engine(model, rows, start)
     # Blocks of equal length: at most one microbatch in each is padding.
     microbatches = -(-count // size)
     blocks = -(-microbatches // layout.microbatches_in_block)
     shape = (blocks, -(-microbatches // blocks), size)
 
     def add(block: PyTree, microbatch: Rows) -> tuple[PyTree, ClippedSum]:
-        clipped = engine(weights, microbatch, block)
+        clipped = engine(model, microbatch, block)
         return clipped.value, clipped._replace(value=None)
 
     def add_block(total: Total, microbatches: Rows) -> tuple[Total, ClippedSum]:
@@ -276,19 +277,19 @@ def _in_turn(
 
 
 def _on_devices(
-    engine: BoundEngine, layout: Layout, weights: PyTree, rows: Rows, start: PyTree
+    engine: BoundEngine, layout: Layout, model: PyTree, rows: Rows, start: PyTree
 ) -> ClippedSum:
     """Each device loops over its own share of the rows, and they meet once."""
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), start)
 
-    def sum_of_share(number: Any, weights: PyTree, rows: Rows, zeros: PyTree) -> ClippedSum:
+    def sum_of_share(number: Any, model: PyTree, rows: Rows, zeros: PyTree) -> ClippedSum:
         # It begins with zeros, because each device adds its own beginning.
-        return _in_turn(engine, layout, weights, rows, zeros)
+        return _in_turn(engine, layout, model, rows, zeros)
 
     count = rows.mask.shape[0]
     # Masked rows make the shares equal; shard_map needs an even split.
     padded = _padded(rows, -(-count // layout.shares) * layout.shares)
-    shares = layout.on_each(sum_of_share, split={1})(weights, padded, zeros)
+    shares = layout.on_each(sum_of_share, split={1})(model, padded, zeros)
     value = jax.tree.map(lambda begun, x: begun + jnp.sum(x, axis=0), start, shares.value)
     of_rows = shares._replace(value=None)
     of_rows = jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2)[:count], of_rows)

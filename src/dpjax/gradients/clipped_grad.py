@@ -124,8 +124,8 @@ def clipped_grad(
         def engine_of(key: Key) -> BoundEngine:
             run = _engine(name, rule, key)
 
-            def run_for_loss(weights: PyTree, rows: Rows, begun: PyTree) -> ClippedSum:
-                params, frozen = weights
+            def run_for_loss(model: PyTree, rows: Rows, begun: PyTree) -> ClippedSum:
+                params, frozen = model
                 return run(traced.with_frozen(frozen), rule, params, rows, begun)
 
             return run_for_loss

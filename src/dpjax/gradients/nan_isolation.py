@@ -117,7 +117,8 @@ def _mixing_groups(run: Callable[[PyTree], PyTree], rows: PyTree) -> list[tuple[
         of_features = equation.params["feature_group_count"]
         of_batch = equation.params["batch_group_count"]
         avals: list[Any] = [v.aval for v in (*equation.invars, *equation.outvars)]
-        # Seen on CPU (jaxlib 0.10.2): groups of features are safe in float32 and narrower dtypes.
+        # Seen on CPU (jaxlib 0.10.2): groups of features are safe in float32 and narrower dtypes,
+        # and groups of the batch in none.
         wide = any(aval.dtype.itemsize > 4 for aval in avals)
         if of_batch > 1 or (of_features > 1 and wide):
             mixing.append((of_features, of_batch))

@@ -77,11 +77,11 @@ def divided(
     # and found by its identity, because arrays cannot be compared.
     entries_by_id = {id(e): e for entries in entries_of_leaves.values() for e in entries}
     forms_by_id = {key: form_of(*entry) for key, entry in entries_by_id.items()}
-    computed: dict[int, tuple[dict[int, Array], Array]] = {}
+    common_by_id: dict[int, tuple[dict[int, Array], Array]] = {}  # gradients and scales
     for leaf, entries in entries_of_leaves.items():
-        # The numbers of the entries whose gradients are common.
         sites = [entry.site for entry in entries]
         forms = [forms_by_id[id(entry)] for entry in entries]
+        # The numbers of the entries whose gradients are common.
         chosen = common_sites(leaf, leaves[leaf], sites, forms)
         others[leaf] = [entry for k, entry in enumerate(entries) if k not in chosen]
         if chosen:
@@ -90,9 +90,9 @@ def divided(
         commons[leaf] = []
         for k in chosen:
             key = id(entries[k])
-            if key not in computed:
-                computed[key] = _gradients_and_scales(entries[k], leaves)
-            gradients, scales = computed[key]
+            if key not in common_by_id:
+                common_by_id[key] = _gradients_and_scales(entries[k], leaves)
+            gradients, scales = common_by_id[key]
             axes = entries[k].site.slices[leaf]
             commons[leaf].append(_common(gradients[leaf], scales, axes))
     return others, commons
@@ -133,7 +133,7 @@ def norms_with(
     if others:
         squares, pieces = norms(leaf, others, leaves, exact=bool(commons))
     else:
-        squares = jnp.zeros(())
+        squares = jnp.zeros(())  # all gradients are common; their squares are added to this 0
         pieces = None
     if not commons:
         return squares, pieces
@@ -145,7 +145,8 @@ def norms_with(
         with_earlier = [2 * _dot(common, earlier) for earlier in commons[:k]]
         total = total + sum([*with_earlier, square])
         total = total + 2 * sum(_cross(leaf, entry, common, leaves) for entry in others)
-    # Terms that cancel leave an error relative to the terms, in the norm and in the sum.
+    # Terms that cancel leave an error relative to the terms. So the terms bound the rounding of the
+    # squared norm, and then that of the gradient in the clipped sum.
     eps = jnp.finfo(leaves[leaf].dtype).eps
     squares = jnp.maximum(total, 0) + _ROUNDINGS * eps * lengths**2
     return (jnp.sqrt(squares) + eps * lengths) ** 2, pieces
@@ -153,6 +154,7 @@ def norms_with(
 
 def _dot(a: Common, b: Common) -> Squares:
     """Inner products ``[batch]`` of two common gradients, with the scales of each example."""
+    # Along these axes both gradients have one scale.
     unscaled_axes = tuple(
         axis for axis in range(a.gradient.ndim) if axis not in a.axes and axis not in b.axes
     )
@@ -177,7 +179,7 @@ def _cross(leaf: int, entry: Entry, common: Common, leaves: Sequence[Array]) -> 
         applied = _applied(leaf, entry, form, common.gradient, leaves)
     terms = applied * form.g  # [batch, blocks, positions, outputs]
     if not common.axes:
-        return common.scales * _total(terms)
+        return common.scales * _total(terms)  # an example has one scale
     assert form.axes is not None
     # The slices are among the outputs, which the form counts in an order of its own. There is one
     # block, and the scales of an example are the same at all positions.
@@ -185,6 +187,7 @@ def _cross(leaf: int, entry: Entry, common: Common, leaves: Sequence[Array]) -> 
     outputs = form.axes.outputs
     order = sorted(range(len(common.axes)), key=lambda k: outputs.index(common.axes[k]))
     scales = _transposed(common.scales, order)
+    # Both are [batch, *outputs]; the scales have length 1 where they do not differ.
     scales = scales.reshape(-1, *_only(common.axes, outputs, shape))
     terms = jnp.sum(terms, axis=(1, 2)).reshape(-1, *(shape[axis] for axis in outputs))
     return _total(scales * terms)

@@ -102,6 +102,7 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
         return Choice("product", False, operations, sizes.copied)
     if one_form and len(outers) <= _MANY_SITES and sum(paired) < sum(instantiated):
         rule = "rows" if sizes.is_one_table else "gram"
+        # The Gram rule writes two inner products for each pair of positions, the rows rule no more.
         return Choice(rule, False, paired.norm, sizes.copied + 2 * _pairs(sizes))
     # A form with indices has no dense inputs to multiply: the VJP of the gather is a scatter-add.
     rule = "derivative" if sizes.has_indices else "instantiate"
@@ -270,8 +271,8 @@ def aligned(forms: Sequence[Outer]) -> list[Outer] | None:
             # Tied weights: one use contracts the axis that the other produces. The transpose of a
             # sum of outer products exchanges the two factors.
             inputs_of_form = jnp.concatenate(form.x, axis=2)
-            x = jnp.swapaxes(form.g, 2, 3)
-            g = jnp.swapaxes(inputs_of_form, 2, 3)
+            x = jnp.swapaxes(form.g, 2, 3)  # [batch, blocks, outputs, positions]
+            g = jnp.swapaxes(inputs_of_form, 2, 3)  # [batch, blocks, positions, inputs]
             aligned_forms.append(form._replace(x=(x,), g=g))
         else:
             return None

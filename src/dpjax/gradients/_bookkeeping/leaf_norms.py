@@ -198,6 +198,7 @@ def _inner_products(a: Outer, b: Outer, precision: Any) -> Array:
         # Two one-hot columns have inner product 1 if their indices agree, and 0 otherwise.
         return (x[:, :, :, None] == y[:, :, None, :]).astype(a.g.dtype)
     if b.indexed:
+        # A one-hot column takes one number of each column of `a`: [batch, blocks, of b, of a].
         return jnp.swapaxes(jnp.take_along_axis(x, y[:, :, :, None], axis=2), 2, 3)
     return product("bhks,bhkt->bhst", x, y, precision)
 

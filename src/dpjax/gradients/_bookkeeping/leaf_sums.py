@@ -22,7 +22,7 @@ from dpjax.gradients._bookkeeping.outer_products import (
     precision_of,
     product,
     rounded,
-    rounds,
+    rounds_operands,
 )
 from dpjax.gradients._bookkeeping.primitives import form_of
 from dpjax.gradients._bookkeeping.sites import Memo, Site, union
@@ -39,7 +39,7 @@ class Entry(NamedTuple):
 
     def rounded(self) -> Entry:
         """Data and cotangent as the product of the loss reads them, where forms may be `short`."""
-        if not rounds(self.site):
+        if not rounds_operands(self.site):
             return self
         form = form_of(*self)
         if form is None or not form.short:
@@ -294,7 +294,7 @@ def instantiated(
     gradients_of_views: dict[Any, list[Array]] = {}  # by the function from leaves to the view
     others: list[Entry] = []
     for entry, form in zip(entries, forms, strict=True):
-        if form is None or form.indexed:
+        if form is None or form.indexed:  # one-hot columns have no product
             others.append(entry)
         else:
             gradients = jax.vmap(form.joined)(_products(entry, form, exact))

@@ -72,7 +72,7 @@ Form = Callable[[Site, Sequence[Array], Array], "Outer | None"]
 """``(site, data, cotangent) -> outer products``, or None for a use without a form."""
 
 
-def rounds(site: Site) -> bool:
+def rounds_operands(site: Site) -> bool:
     """Whether one pass of a matrix unit computes the product of a site: it rounds its operands."""
     parameters = site.equation.params
     if _platforms.on_cpu() or "precision" not in parameters:
@@ -160,10 +160,12 @@ def dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | 
         x = x.astype(cotangent.dtype)  # the square of an int8 overflows
     data_axes = range(x.ndim - lead)
     free = [axis for axis in data_axes if axis not in (*inputs_of_data, *batch[other])]
-    groups = (batch[other], free, inputs_of_data)
-    sizes = [math.prod(x.shape[lead + axis] for axis in axes) for axes in groups]
+    axes_of_data = (batch[other], free, inputs_of_data)  # its blocks, positions and inputs
+    sizes = [math.prod(x.shape[lead + axis] for axis in axes) for axes in axes_of_data]
     x = _arranged(x, lead, [*batch[other], *free, *inputs_of_data], sizes)
-    x = jnp.swapaxes(x, -1, -2)  # [batch, *rounds, blocks, inputs, positions]
+    # From [batch, *rounds, blocks, positions, inputs]
+    # to   [batch, *rounds, blocks, inputs, positions].
+    x = jnp.swapaxes(x, -1, -2)
     blocks, positions, _ = sizes
     # The cotangent has the batch axes, then the free axes of the left operand, then of the right.
     # It becomes [batch, *rounds, blocks, positions, outputs].
@@ -191,6 +193,7 @@ def convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | 
     parameters = site.equation.params
     (images,) = data
     is_empty = cotangent.size == 0 or images.size == 0
+    # Views as images, groups of the batch and empty arrays are left to the derivative.
     if site.operand != 1 or parameters["batch_group_count"] != 1 or is_empty:
         return None
     numbers = parameters["dimension_numbers"]
@@ -204,17 +207,22 @@ def convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | 
     g = _last_channels(cotangent.reshape(-1, *cotangent.shape[lead:]), numbers.out_spec)
     dilates_input = max(parameters["lhs_dilation"]) > 1
     if groups == 1 and set(parameters["window_strides"]) == {1} and dilates_input:
+        # This is a transposed convolution.
         return _transposed(site, around, x, g, kernel_shape)
     positions = math.prod(g.shape[1:-1])
 
     def by_group(patch: Array) -> Array:
         """``[merged, entries, channels, images, *places]`` to a piece of `Outer.x`."""
         entries = patch.shape[1]
+        # [*around, entries, groups, channels of a group, positions]
         patch = patch.reshape(*around, entries, groups, -1, positions)
-        return jnp.moveaxis(patch, lead, lead + 1).reshape(*around, groups, -1, positions)
+        # [*around, groups, entries, channels of a group, positions]
+        patch = jnp.moveaxis(patch, lead, lead + 1)
+        return patch.reshape(*around, groups, -1, positions)  # entries * channels as inputs
 
     pieces = patches(parameters, x, kernel_shape, places=g.shape[2:-1])
-    g = jnp.moveaxis(g.reshape(*around, positions, groups, -1), -2, lead)
+    g = g.reshape(*around, positions, groups, -1)
+    g = jnp.moveaxis(g, -2, lead)  # [*around, groups, positions, outputs of a group]
 
     place = functools.partial(_kernel, site)
     axes = None
@@ -229,11 +237,11 @@ def _kernel(site: Site, gradient: Array) -> Array:
     output_axis, channel_axis, *space = parameters["dimension_numbers"].rhs_spec
     groups = parameters["feature_group_count"]
     lengths = [site.shape[axis] for axis in (*space, channel_axis)]
+    # [groups, *space, channels, outputs of a group]
     kernel = gradient.reshape(groups, *lengths, -1)
-    # Output channels are counted group by group, so the axis of groups stands in front of the
-    # channels within one.
+    # [*space, channels, groups, outputs of a group]: output channels are counted group by group.
     kernel = jnp.moveaxis(kernel, 0, -2)
-    kernel = kernel.reshape(*kernel.shape[:-2], -1)
+    kernel = kernel.reshape(*kernel.shape[:-2], -1)  # [*space, channels, output channels]
     return _transposed_back(kernel, [*space, channel_axis, output_axis])
 
 
@@ -260,10 +268,11 @@ def _transposed(
         g.shape[2:-1],
         strict=True,
     )
-    for (low, _), dilation, spread, entries, inputs, outputs in sides:
-        # Input q meets entry k of the kernel at output q * dilation + low - k * spread.
+    for (low, _), dilation, spread, entries, input_pixels, output_pixels in sides:
+        # Input pixel q meets entry k of the kernel at output pixel q * dilation + low - k * spread.
+        # They reach from the last entry at the first pixel to the first entry at the last pixel.
         before = (entries - 1) * spread - low
-        after = (inputs - 1) * dilation + low - (outputs - 1)
+        after = (input_pixels - 1) * dilation + low - (output_pixels - 1)
         padding.append((before, after))
     of_cotangent = {
         **parameters,
@@ -272,7 +281,7 @@ def _transposed(
         "window_strides": parameters["lhs_dilation"],
     }
     pieces = patches(of_cotangent, g, kernel_shape, places=pixels)
-    # The axes of entries and of channels become one.
+    # The axes of entries and of channels become one, the outputs of the form.
     outputs_of_pieces = [piece.reshape(piece.shape[0], -1, *piece.shape[3:]) for piece in pieces]
     patch = jnp.concatenate(outputs_of_pieces, axis=1)
     patch = patch.reshape(*around, patch.shape[1], -1)  # [*around, outputs, positions]
@@ -335,6 +344,7 @@ def gather(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
         g = jnp.where(is_inside[..., None], g, 0)
     indices = jnp.clip(indices, 0, rows - 1)
     axes = _leaf_axes(site, (), [0], list(range(1, len(site.shape))))
+    # A form with indices is never placed: `leaf_sums` adds its rows to the table.
     return Outer((indices,), g, lambda gradient: gradient, axes)
 
 

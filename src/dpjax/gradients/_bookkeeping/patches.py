@@ -106,6 +106,7 @@ def _by_convolution(
     )
     # JAX counts channels and entries on one axis, the last, and entries faster.
     places = written.shape[1:-1]
+    # [examples, images, *places, channels, entries]
     written = written.reshape(*x.shape[:2], *places, x.shape[-1], -1)
     return jnp.moveaxis(written, (-1, -2), (1, 2))
 
@@ -140,5 +141,6 @@ def _tiles(x: Array, kernel: Sequence[int], places: Sequence[int]) -> Array:
     place_axes = range(2, 2 + 2 * rank, 2)
     entry_axes = range(3, 3 + 2 * rank, 2)
     channel_axis = 2 + 2 * rank
+    # [examples, *entries, channels, images, *places]
     x = jnp.transpose(x, [0, *entry_axes, channel_axis, 1, *place_axes])
     return x.reshape(examples, math.prod(kernel), *x.shape[1 + rank :])

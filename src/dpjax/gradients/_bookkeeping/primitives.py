@@ -18,7 +18,7 @@ from dpjax.gradients._bookkeeping.outer_products import (
     convolution,
     dot_general,
     gather,
-    rounds,
+    rounds_operands,
     without_stacks,
 )
 from dpjax.gradients._bookkeeping.sites import Site
@@ -96,4 +96,4 @@ def form_of(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None
         return None
     outer = without_stacks(site, outer)
     # A single position cancels nothing, and its sum reads less in one product of six passes.
-    return outer._replace(short=outer.g.shape[2] > 1 and rounds(site))
+    return outer._replace(short=outer.g.shape[2] > 1 and rounds_operands(site))

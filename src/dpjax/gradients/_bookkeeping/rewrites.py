@@ -86,7 +86,7 @@ def _like_output(
     scale = jax.lax.slice(scale, [0] * scale.ndim, ends)
     scale = jax.lax.transpose(scale, [*batch, *free, *contracted])
     rank = len(batch) + len(free)
-    scale = jax.lax.squeeze(scale, range(rank, scale.ndim))
+    scale = jax.lax.squeeze(scale, range(rank, scale.ndim))  # [*batch, *free]
     first_free = len(batch)
     if operand == 1:
         first_free = y.ndim - len(free)

@@ -51,6 +51,7 @@ def scan_sites(equation: JaxprEqn, inputs: list[Any], book: Book, walk: Walk) ->
     plain_carry = plain(inputs[constants_end:carry_end], book, "the carry of a scan")
     inputs = [*inputs[:constants_end], *plain_carry, *inputs[carry_end:]]
     entering = {i: x for i, x in enumerate(inputs) if isinstance(x, View) and x.reads}
+    # A literal of the program may be a Python number, which takes the dtype of its variable.
     pairs = zip(plain(inputs), equation.invars, strict=True)
     values = [jnp.asarray(x, dtype(variable)) for x, variable in pairs]
     constants = list[Any](values[:constants_end])
@@ -110,19 +111,19 @@ def _stacked(site: Site, views: Sequence[View], sliced: Sequence[bool], rounds: 
     Leaf j of the body is the view ``views[j]`` of that program, and ``sliced[j]`` is whether the
     scan takes a row of it in each round.
     """
-    entering = sorted(site.reads)  # the body's leaves that the site reads
-    # A view of a shared and of a sliced leaf differs from round to round.
-    by_round = any(sliced[j] for j in entering)
+    reads = sorted(site.reads)  # leaves of the body
+    # A site that reads a shared leaf and a sliced one differs from round to round.
+    by_round = any(sliced[j] for j in reads)
     isometry = False
     axes = None
-    if len(entering) == 1:
-        view = views[entering[0]]
+    if len(reads) == 1:
+        view = views[reads[0]]
         isometry = site.isometry and view.isometry
         axes = _stacked_axes(site, view, by_round)
-    use = _StackedUse(site, {j: views[j] for j in entering}, sliced, by_round, rounds)
+    use = _StackedUse(site, {j: views[j] for j in reads}, sliced, by_round, rounds)
     return site._replace(
         leaves=union(views[j].leaves for j in site.leaves),
-        reads=union(views[j].reads for j in entering),
+        reads=union(views[j].reads for j in reads),
         of=use.of,
         isometry=isometry,
         axes=axes,

@@ -89,6 +89,8 @@ class _Use:
 
         _, pull_back = jax.vjp(by_view, arguments[self.operand])
         (gradient,) = pull_back(cotangent)
+        # A view repeats each entry of `unscaled` along its constant axes, so its derivative is the
+        # sum over them.
         constant_axes = tuple(self.views[self.operand].constant)
         return jnp.sum(gradient, axis=constant_axes).reshape(self._slice_counts())
 

@@ -108,7 +108,7 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
         linear = row.linear(trained, len(inputs))
         if linear and is_a(jnp.floating, equation.outvars[0].aval):
             return [tapped(equation, inputs, trained[0], book)]
-    # No trained view, or no rule for its use: `plain` materialises its leaves.
+    # Either no view is trained, or its use has no rule and `plain` materialises its leaves.
     return bind_fast(equation, plain(inputs, book, name))
 
 
@@ -137,7 +137,8 @@ def _checkpointed(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any
         return plain(outputs), inner.data
 
     prevent_cse = parameters["prevent_cse"]
-    if not isinstance(prevent_cse, bool):  # one for each input
+    if not isinstance(prevent_cse, bool):
+        # The equation has one for each input, and `jax.checkpoint` takes one for all.
         prevent_cse = any(prevent_cse)
     # Inputs and taps are closed over: the values that the region reads become its inputs.
     again = jax.checkpoint(region, prevent_cse=prevent_cse, policy=parameters["policy"])
@@ -172,7 +173,8 @@ def _large_operand(equation: JaxprEqn, inputs: Sequence[Any], book: Book) -> int
     output: Any = equation.outvars[0].aval
     # The gradient of a product is formed in float32: a narrower product rounds otherwise.
     is_narrow = output.dtype.itemsize < 4
-    # The product is not linear in a leaf of both operands. A constant operand needs no site.
+    # The product is not linear in a leaf of both operands. A constant operand needs no site. Unless
+    # the large view is an isometry, the norm of its leaf needs each example's gradient of the leaf.
     shared_leaves = inputs[0].leaves & inputs[1].leaves
     if not small_size or shared_leaves or is_narrow or not inputs[large].isometry:
         return None

@@ -36,7 +36,8 @@ def projected(
     # Accelerators round products by default, differently for norms and sums.
     with jax.default_matmul_precision("highest"):
         _check(loss, params, trees.one_row(rows.batch))
-        norms = estimated_norms(loss, rule.projections or 1, params, rows.batch, key)
+        projections = rule.projections or 1  # this engine runs only if it is not None
+        norms = estimated_norms(loss, projections, params, rows.batch, key)
         real = rows.mask[:, None]
         factors = jnp.where(real, rule.factors(norms), 0) * rows.weights
         factors_of_examples = factors[:, 0]  # such a rule has one group
@@ -83,7 +84,7 @@ def estimated_norms(
         return jax.vmap(product)(batch)
 
     # One direction after the other: the memory of one forward pass.
-    products = jax.lax.map(products_with, jnp.arange(projections))
+    products = jax.lax.map(products_with, jnp.arange(projections))  # [projections, batch]
     return jnp.sqrt(jnp.mean(jnp.square(products), axis=0))[:, None]
 
 

@@ -40,7 +40,8 @@ def convolution(parameters: dict[str, Any], x: Array, kernel: Array) -> Array:
 
     def backward(inputs: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
         x, kernel = inputs
-        # The engine forms kernel gradients from patches; only `fast` losses take this one.
+        # The engine forms kernel gradients from patches; only `fast` losses take this one. With
+        # groups of channels it is JAX's, because `_kernel_cotangent` has no groups.
         if parameters["feature_group_count"] == 1:
             kernel_cotangent = _kernel_cotangent(parameters, x, kernel.shape, cotangent)
         else:
@@ -68,7 +69,9 @@ def _padded(x: Array, parameters: dict[str, Any]) -> tuple[Array, dict[str, Any]
     space = parameters["dimension_numbers"].lhs_spec[2:]
     for axis, (low, high) in zip(space, padding, strict=True):
         edges[axis] = (low, high, 0)
-    x = jax.lax.optimization_barrier(jax.lax.pad(x, jnp.zeros((), x.dtype), edges))
+    x = jax.lax.pad(x, jnp.zeros((), x.dtype), edges)
+    # The barrier keeps XLA from folding the padding into the convolution again.
+    x = jax.lax.optimization_barrier(x)
     return x, {**parameters, "padding": ((0, 0),) * len(padding)}
 
 
@@ -227,7 +230,7 @@ def _kernel_cotangent(
         low = parameters["padding"][i][0]
         padding.append((low, kernel_reach + output_reach - input_reach - low))
     rank = len(input_space)
-    last = rank + 1
+    last = rank + 1  # the axis of the examples in the images, of the output's channels after that
     inner = range(1, last)
     # The output has the channels of the input first, then space, then the output's channels.
     kernel_cotangent = jax.lax.conv_general_dilated(
@@ -250,6 +253,7 @@ def _kernel_cotangent(
 def _swap_channels(kernel: Array, output_axis: int, channel_axis: int, groups: int) -> Array:
     """Exchanges input and output channels, within each group of channels."""
     kernel = jnp.moveaxis(kernel, (output_axis, channel_axis), (0, 1))
+    # [groups, output channels of a group, input channels of a group, *space]
     by_group = kernel.reshape(groups, kernel.shape[0] // groups, *kernel.shape[1:])
     swapped = jnp.swapaxes(by_group, 1, 2)
     merged = swapped.reshape(groups * swapped.shape[1], *swapped.shape[2:])
