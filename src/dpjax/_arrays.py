@@ -21,6 +21,7 @@ def arrays(tree: PyTree, name: str) -> PyTree:
     def converted(path: Any, leaf: Any) -> Any:
         if isinstance(leaf, jax.Array | np.number | np.bool):
             return leaf
+        # Text is not an array; `native` refuses it with the name of the leaf.
         if isinstance(leaf, str | bytes) or hasattr(leaf, "__array__"):
             where = jax.tree_util.keystr(path, simple=True, separator="/") or "(the array)"
             return native(leaf, f"{name}: leaf {where}")
@@ -34,7 +35,7 @@ def arrays(tree: PyTree, name: str) -> PyTree:
 def native(given: Any, called: str, dtype: DTypeLike | None = None) -> np.ndarray:
     """NumPy's array, of numbers that JAX holds unchanged; ``dtype`` is JAX's for it, if known."""
     array = np.asarray(given)
-    if array.dtype.kind in "OSUMm":
+    if array.dtype.kind in "OSUMm":  # objects, text, dates and durations
         raise TypeError(f"{called} is of type {array.dtype}; expected numbers.")
     if array.dtype.kind in "iu" and array.size:
         # JAX takes the last 32 bits: a label of 2^32 trains class 0.

@@ -84,7 +84,7 @@ class _Private(BaseEstimator):
             return self._scaled(X), y
         declared = self._declared()
         x = declared.encode(X)
-        # The target is a column of X, or else y.
+        # The target is y; if none is given, a column of X.
         frame = X
         if y is not None:
             frame = {declared.learnt[0]: np.asarray(y)}
@@ -261,6 +261,7 @@ class DPRegressor(RegressorMixin, _Private):
                 "targets=(low, high) from public knowledge."
             )
         self._low, high = span
+        # The model learns targets on [-1, 1], as `columns.encode_targets` has them.
         self._half = (high - self._low) / 2
         if self.columns is None:
             targets = np.clip((targets - self._low) / self._half - 1, -1, 1).astype(np.float32)

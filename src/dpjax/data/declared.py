@@ -78,7 +78,7 @@ def _target(low: float, high: float) -> Column:
 
 
 def _date(since: Any, days: float, fill: Any = None, format: str | None = None) -> Column:
-    first = date_of(str(since))
+    first = date_of(str(since))  # TOML holds it as a date or as text
     checks.positive("date", "days", days)
 
     def numbers(word: str) -> tuple[float, ...]:
@@ -163,6 +163,7 @@ def _declared(entries: Any, call: str) -> Column | None:
     try:
         return _KINDS[kind](**given)
     except (TypeError, ValueError) as error:  # the keys, or their values
+        # Python's error of a wrong key begins with the name of the function, such as `_number()`.
         fault = str(error).rstrip(".").removeprefix("_")
         raise ValueError(f"{call}: {fault}.") from error
 
@@ -198,6 +199,7 @@ def date_of(word: str, form: str | None = None) -> datetime.datetime:
             value = datetime.datetime.fromisoformat(word)
     except ValueError as error:
         raise ValueError(f"{word!r}; expected a date, as {form or '2021-03-31'}") from error
+    # Python subtracts no date with a time zone from one without.
     return value.replace(tzinfo=None)
 
 

@@ -81,14 +81,15 @@ def _read_csv(path: Path, call: str) -> tuple[list[str], list[list[str]]]:
         content = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{call}: expected a table of text in UTF-8 ({error}).") from error
-    # The separator is the one that the first line has most often.
+    # The separator is the one that the first line has most often; a comma, if it has none.
     first, _, _ = content.partition("\n")
     separator = max(",;\t", key=first.count)
-    # `splitlines` ends a line at characters that a label may hold.
+    # `splitlines` is not used, because it ends a line at characters that a label may hold.
     file = io.StringIO(content, newline="")
     lines: list[list[str]] = []
     try:
-        # Otherwise an open quotation mark makes one label of all lines behind it.
+        # `strict=True` refuses an open quotation mark, which otherwise makes one label of all lines
+        # behind it.
         for row in csv.reader(file, delimiter=separator, strict=True):
             if row:
                 lines.append(row)

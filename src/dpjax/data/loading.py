@@ -148,6 +148,7 @@ def _from_tfds(
     fault = "it has no such data set"
     if source.tfds is not None:
         example = functools.partial(_image, classes=source.classes)
+        # The wine table is the only regression that TensorFlow Datasets has.
         if source.classes is None:
             example = _wine
         try:

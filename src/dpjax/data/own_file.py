@@ -218,7 +218,7 @@ def _table(path: Path, label: str | None, call: str) -> _File:
 
 def _inputs(x: np.ndarray, call: str) -> np.ndarray:
     """Inputs in the dtype of a model: int32 for whole numbers, else finite float32."""
-    if x.dtype == np.uint8 and x.ndim in (3, 4):
+    if x.dtype == np.uint8 and x.ndim in (3, 4):  # images
         return floats(x)
     x = native(x, f"{call}: inputs")
     if x.dtype.kind in "iu":

@@ -88,12 +88,12 @@ def table(
     forms = declared.forms  # by column: how its cells become numbers
     private = opened(frame, "data.table")
     expected = [*forms]
-    reads = readers(forms)
+    reader_of = readers(forms)
     if unit is not None:
         expected.append(unit)
-        reads[unit] = owner
+        reader_of[unit] = owner
     check_columns(private, expected)
-    cells = cells_of(private, reads)
+    cells = cells_of(private, reader_of)
 
     # The person of each row, from 0; without a column of persons each row is another one.
     owners = np.arange(len(private.columns[private.names[0]]))

@@ -57,9 +57,9 @@ def trained(
         is_row = jnp.arange(clients.capacity) < count
         order = jnp.argsort(jnp.where(is_row, numbers, 2.0))
 
-        def batch(index: Int[Array, ""], carry: _State) -> _State:
-            first = index * size
-            places = first + jnp.arange(size)  # in the order, [size]
+        def batch(batch_number: Int[Array, ""], carry: _State) -> _State:
+            first = batch_number * size
+            places = first + jnp.arange(size)  # in ``order``, [size]
             real = places < count
             # Padding repeats a row of the same client, so it is finite if the client's rows are.
             rows = start + order[jnp.where(real, places, first)]
@@ -116,4 +116,5 @@ def _ball(rule: Clipping, params: PyTree) -> Clipping:
     rounding = max(float(jnp.finfo(leaf.dtype).eps) / 2 for leaf in jax.tree.leaves(params))
     shrink = 1 - ON_BOUND - rounding
     bounds = tuple(bound * shrink for bound in rule.bounds)
+    # The wish of `jnp.ones_like` keeps an update as it is; `clip` shortens one beyond its bound.
     return Clipping(rule.partition, bounds, jnp.ones_like, "projection")

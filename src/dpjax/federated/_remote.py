@@ -108,7 +108,7 @@ class Replies(Stream):
         self, draws: Iterable[Int[np.ndarray, " size"]], ahead: int = 2
     ) -> Generator[Reply, None, None]:
         """The replies of the drawn clients of one round, each as a batch of one."""
-        del ahead
+        del ahead  # a reply depends on the parameters of its round, so no later one is read
         drawn = [int(client) for draw in draws for client in draw]
         for reply in self.source.replies(drawn):
             yield jax.tree.map(lambda leaf: np.asarray(leaf)[None], reply)
@@ -153,7 +153,8 @@ def check_remote(
     checks.optimizer(f"{call}: optimizer", optimizer)
     checks.instance(call, "weights", weights, Weights)
     sampler = mechanism.sampling
-    # The checkpoint of a killed server has no keys, so draws that share a key cannot resume.
+    # The checkpoint of a killed server has no keys, so draws that share a key cannot resume. Draws
+    # of persons have several rows for a unit, and a client replies with one.
     if not sampler.independent or sampler.most_rows is not None:
         raise ValueError(
             f"{call}: {sampler.name} draws are not of one client and one round. Use "
@@ -161,6 +162,8 @@ def check_remote(
         )
     if mechanism.unit == "example":
         raise ValueError(f"{call}: the unit is an example. Write Mechanism(unit='client').")
+    # The count of an adapted bound ignores weights. Estimated norms save nothing, because an update
+    # exists as a whole.
     if mechanism.adaptive is not None or mechanism.clipping.projections is not None:
         raise ValueError(
             f"{call}: rounds have neither adaptive bounds nor estimated norms. Use clipping.flat."

@@ -61,6 +61,7 @@ def by_size(sampler: Sampler, clients: Clients) -> Sampler:
     """
     unsorted = sampler.draw
 
+    # Samplers with bins or coins take one more key; see `Sampler.drawn`.
     def draw(key: Key, step: Int[Array, ""], *more: Key) -> Draw:
         indices, mask = unsorted(key, step, *more)
         # Padding sorts behind every drawn client, so the mask still covers it.

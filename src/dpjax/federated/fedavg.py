@@ -234,7 +234,7 @@ def recipe_of(
         engine="vmap",
         # Each client orders its rows by this key.
         entry=lambda key, step: trees.mappable(trees.step_key(key, Purpose.LOCAL, step)),
-        weights=lambda step, params, example: example[1],
+        weights=lambda step, params, example: example[1],  # the share of a `Row`
         microbatch_size=microbatch_size,
         mesh=meshes.of(),
         sizes=lambda rows: rows.size,

@@ -208,6 +208,7 @@ class _Link:
         self, step: int, params: PyTree, drawn: list[int], config: Mapping[str, Any]
     ) -> Iterator[tuple[int, PyTree]]:
         """The exchange of a round: the drawn clients that replied, and their parameters."""
+        # Flower counts rounds from 1, and steps count from 0.
         for client, content in self._asked("train", step + 1, params, drawn, config):
             yield client, _arrays(content)
 
@@ -218,7 +219,7 @@ class _Link:
         for _, content in self._asked("evaluate", number, params, everyone, config):
             for record in content.metric_records.values():
                 for name, value in record.items():
-                    if not isinstance(value, list):
+                    if not isinstance(value, list):  # Flower's lists may differ in length
                         values.setdefault(f"{_OF_CLIENTS}{name}", []).append(value)
         return {name: float(np.mean(of_clients)) for name, of_clients in values.items()}
 

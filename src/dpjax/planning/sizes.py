@@ -20,7 +20,7 @@ RATIO = 0.68
 of batches of all examples."""
 LEAST_BATCH = 1024
 """A smaller batch saves little time, and its sampling adds to the noise."""
-_FEWEST_STEPS = 25
+_FEWEST_STEPS = 25  # a plan for less time has no fewer; only its batch shrinks further
 
 
 class Size(NamedTuple):
@@ -46,6 +46,11 @@ class Size(NamedTuple):
 def gaussian_parameter(epsilon: float, delta: float) -> float:
     r"""The $\mu$ of Gaussian DP with this epsilon and delta.
 
+    It solves
+
+    $$ \delta = \Phi(-\varepsilon / \mu + \mu / 2)
+       - e^\varepsilon\, \Phi(-\varepsilon / \mu - \mu / 2). $$
+
     References:
       Balle and Wang, "Improving the Gaussian Mechanism for Differential Privacy", 2018, theorem 8.
     """
@@ -54,7 +59,8 @@ def gaussian_parameter(epsilon: float, delta: float) -> float:
         second = math.exp(epsilon + norm.logcdf(-epsilon / mu - mu / 2))
         return float(norm.cdf(-epsilon / mu + mu / 2)) - second - delta
 
-    # 1e-4 is below the parameter of every epsilon that trains anything.
+    # 1e-4 is below the parameter of every epsilon that trains anything. At the upper end the right
+    # side of the formula is 1 up to rounding, which is above every delta.
     bracket = (1e-4, 20 + 2 * math.sqrt(epsilon))
     return root_scalar(surplus, bracket=bracket).root
 
@@ -89,7 +95,7 @@ def size_for(examples: int, epsilon: float, delta: float, most: float = math.inf
     batch = max(mu * examples / (RATIO * math.sqrt(steps)), LEAST_BATCH)
     batch = min(batch, examples)
     if batch * steps > most:
-        # Both shrink alike.
+        # Batch and steps shrink by the same factor, until the steps are at their fewest.
         shrink = math.sqrt(most / (batch * steps))
         steps = max(min(STEPS, _FEWEST_STEPS), round(steps * shrink))
         batch = max(1.0, most / steps)

@@ -46,6 +46,7 @@ class InMemory:
 
         self._held_on = held
         compiled = functools.partial(_compiled, recipe)
+        # A run needs one program, unless the structure or the devices of its state change.
         self._compiled = functools.lru_cache(maxsize=4)(compiled)
 
     def run(self, state: State, count: int) -> tuple[State, Seen]:

@@ -59,6 +59,7 @@ def with_supplied(saved: State, given: State, mechanism: Mechanism) -> State:
     bins = mechanism.sampling.bins
     epoch_key = None
     if bins is not None:
+        # The checkpoint has zeros here. The key of an epoch follows from the supplied noise key.
         epoch_key = bins.key(given.noise_key, saved.step)
     return saved._replace(key=given.key, noise_key=given.noise_key, epoch_key=epoch_key)
 

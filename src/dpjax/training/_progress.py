@@ -119,10 +119,10 @@ class Progress:
         self.shown = time.monotonic()
         pieces = [f"step {self.step:,}/{self.end:,}"]
         if self.first is not None:
-            began, first_step = self.first
+            first_end, first_step = self.first
             steps = self.step - first_step
             if steps > 0:
-                seconds_per_step = (self.shown - began) / steps  # with the time of evaluations
+                seconds_per_step = (self.shown - first_end) / steps  # with the time of evaluations
                 seconds_left = round((self.end - self.step) * seconds_per_step)
                 pieces.append(f"{datetime.timedelta(seconds=seconds_left)} left")
         pieces += self.pieces

@@ -119,7 +119,9 @@ class Run:
         if not self.at_row:
             self.infos = list(facts["seen"])
         # The checkpoint of a step is older than its row, so it does not know of a stop in the row.
-        # A row with a stop has the number of steps that count, which is 0 without one.
+        # A row with a stop has the number of steps that count, which is 0 without one. A checkpoint
+        # after the stop, if `fit` was called for further steps, has a ledger that knows of it; then
+        # more steps count if the budget has grown.
         least = counted(self.rows)
         if least > 0 or self.state.ledger.chosen:
             self._end(least)
@@ -203,7 +205,10 @@ class Run:
         return row
 
     def _evaluated(self, evaluate: Evaluate, names: set[str]) -> dict[str, Any]:
-        """The numbers that ``evaluate`` returns; ``names`` are fields that it must not return."""
+        """The numbers that ``evaluate`` returns.
+
+        ``names`` are the fields of the log. Of these it may return ``stop`` and ``private``.
+        """
         # Users may keep this state: it has buffers of its own, and keys that made no noise.
         answer = evaluate(trees.copy(renewed(self.state, self.mechanism)))
         clashes = sorted((names - {"stop", "private"}) & answer.keys())
@@ -248,6 +253,7 @@ class Run:
             return
         self._warned = True
         units = f"{self.mechanism.unit}s"
+        # Rounds of clients have both fields, and their ``examples`` are rows of clients.
         drawn = sum(int(np.sum(info.get("clients", info["examples"]))) for info in self.infos)
         logging.warning(
             "fit: %d of %d %s up to step %d had no finite gradient. Look for NaN in the data, or "

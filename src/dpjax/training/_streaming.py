@@ -44,6 +44,7 @@ class Streamed:
         self._recipe = bound_to(recipe, shared)
         self._stream = stream
         programs = functools.partial(_programs, recipe)
+        # A run has one layout, unless its parameters change their shapes.
         self._programs_on = functools.lru_cache(maxsize=4)(programs)
         held = functools.partial(held_on, recipe, shared)
         self._held_on = functools.lru_cache(maxsize=1)(held)
@@ -87,6 +88,7 @@ def _drawn(
     for step in range(first, first + count):
         draw, epoch_key = programs.draw(state.key, state.noise_key, epoch_key, step)
         indices = on_host(draw)
+        # Drawn examples come first, and `on_host` leaves out the padding behind them.
         mask = np.asarray(draw.mask)[: len(indices)]
         starts = range(0, len(indices), size)
         draws.append([_Microbatch(indices[i : i + size], mask[i : i + size]) for i in starts])

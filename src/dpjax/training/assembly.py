@@ -130,6 +130,7 @@ class _Assembly:
         example = example_of(self.recipe, self.row)
         constants = Traced(self.with_shared.loss).check(params, example, self.name)
         check_batch_norm(self.name, params, self.shared)
+        # A sampler of persons counts persons as its examples, and their rows apart.
         rows = sampler.rows or sampler.examples
         warn_of_constants(self.name, constants, (params, example), self.shared, rows)
 
@@ -186,6 +187,7 @@ class _Assembly:
             return self.data.fingerprint
         if self.shared is None or self.recipe.frozen:
             return trees.fingerprint(self.data)
+        # Shared arrays that are not frozen weights are data too, such as the examples of clients.
         return trees.fingerprint((self.data, self.shared))
 
     def identity(self, state: State) -> dict[str, Any]:
@@ -243,9 +245,11 @@ def _first_state(recipe: Recipe, key: Key | None, params: PyTree, mesh: Mesh | N
     bins = recipe.mechanism.sampling.bins
     epoch_key = None
     if bins is not None:
+        # The key of each epoch follows from the noise key; this is the epoch that step 0 begins.
         epoch_key = bins.key(noise_key, 0)
     state = State(
         params=params,
+        # Widened as the private means are, to float32 at least.
         optimizer=recipe.optimizer.init(trees.widened(params)),
         bound_scale=jnp.ones((), jnp.float32),
         key=draw_key,

@@ -174,7 +174,8 @@ def _in_structure(like: PyTree, named: Mapping[str, np.ndarray], where: str) -> 
     """The saved leaves in the structure of ``like``, each of the kind of the leaf there."""
     leaves, structure = jax.tree.flatten(like)
     names = list(trees.leaf_names(like))
-    # Names are compared as well as shapes: otherwise two layers of one shape could be swapped.
+    # Names are compared as well as shapes: otherwise two layers of one shape could be swapped. If
+    # only the order differs, the error names the first leaf.
     if names != list(named):
         differ = sorted({*names} ^ {*named}) or names
         raise ValueError(

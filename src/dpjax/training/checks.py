@@ -77,7 +77,7 @@ def positive_plan(what: str, schedule: Schedule, steps: int) -> Planned:
     planned = Planned.of(schedule, steps)
     positive = (planned.values > 0) & np.isfinite(planned.values)
     if not positive.all():
-        step = int(np.argmin(positive))
+        step = int(np.argmin(positive))  # the first step that is not positive
         raise ValueError(
             f"{what} is {planned.values[step]} at step {step} of {steps}; expected a finite, "
             "positive one."
@@ -89,6 +89,7 @@ def checked_data(recipe: Recipe, data: PyTree) -> PyTree:
     """The data as arrays; refuses a size that differs from the accounted one."""
     name = recipe.name
     sampler = recipe.mechanism.sampling
+    # A sampler of persons counts persons as its examples, and their rows apart.
     expected = sampler.rows or sampler.examples
     # A data set has test examples too. Training on both makes every reported accuracy wrong.
     if isinstance(data, Dataset):
@@ -112,6 +113,7 @@ def checked_data(recipe: Recipe, data: PyTree) -> PyTree:
             f"{name}: each of the {size} rows of the data holds a number that is NaN or infinite, "
             "and so no gradient. Declare what a gap counts as, as dpjax.data.table does."
         )
+    # Arrays have the structure of one of their rows.
     row = data
     if isinstance(data, Stream):
         row = data.row

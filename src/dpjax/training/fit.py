@@ -135,7 +135,8 @@ def fit(
     terms = _checked(algorithm, state, steps, evaluate_every, save_every, delta, method)
     terms = terms._replace(held_out=held_out, settings=settings)
     # Processes compare their states first. Otherwise one of them may raise an error below while the
-    # others wait for it.
+    # others wait for it. Keys are left out, because `init` and `renewed` give all processes the
+    # same ones.
     without_keys = state._replace(key=None, noise_key=None, epoch_key=None)
     processes.require_equal("fit", lambda: {"the state": trees.fingerprint(without_keys)})
     ledger.require(state.ledger, terms.mechanism, terms.end - terms.begin, algorithm.budget)
@@ -216,6 +217,7 @@ def _checked(
         "delta": delta,
         "method": method,
     }
+    # Processes with different periods save at different steps, and then wait for each other.
     return Terms(mechanism=mechanism, **processes.from_first(lambda: numbers))
 
 
@@ -254,7 +256,8 @@ def _loop(run: Run, stop: Stop, show: Progress, evaluate: Evaluate | None) -> No
         run.release(evaluate, show.take_rate())
         show.line(run.rows)
 
-    # A killed process may have left a row without its files, or a checkpoint without its row.
+    # A killed process may have left a row without its files, or a checkpoint without its row. The
+    # state that `fit` was given, at step `begin`, has no row.
     if run.at_row:
         run.write_released()
     elif terms.begin < run.done and terms.has_row(run.done):

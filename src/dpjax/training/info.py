@@ -102,7 +102,8 @@ def mean_info(seen: Seen) -> Info:
     """The means of steps, ``[steps, ...]``, from their sums."""
     # NumPy divides, because the means of an empty draw are NaN, at which `jax_debug_nans` raises.
     seen = jax.tree.map(np.asarray, seen)
-    # Dropped examples contributed zero to the sum, so the means leave them out too.
+    # Dropped examples contributed zero to the sum, so the means of loss and norm leave them out.
+    # The fraction of clipped ones is of all examples, because an infinite norm is above the bound.
     counted = seen.working - seen.dropped
     with np.errstate(divide="ignore", invalid="ignore"):
         loss: Any = np.float32(seen.losses / seen.scored)

@@ -131,6 +131,8 @@ def home_of(recipe: Recipe, row: PyTree) -> Home:
 def reach_of(recipe: Recipe, params: PyTree) -> list[float]:
     """An upper limit of each leaf's coordinates in the clipped sum of a usual draw."""
     rule = recipe.mechanism.clipping
+    # Twice a size that nearly every draw stays below. A larger draw is only rounded more coarsely;
+    # see `Layout.join`.
     examples = 2 * recipe.mechanism.sampling.usual_size
     return [examples * rule.bounds[group] for group in rule.partition.assign(params)]
 

@@ -48,6 +48,7 @@ def write_released(
     methods = None if last else ("rdp", "rdp-classic", method)
     facts: dict[str, Any] = {"ledger": state.ledger, "methods": methods}
     card = reports.card(mechanism, delta, parameters=trees.digest(params), **facts)
+    # Only the statements name these two, because no epsilon follows from them.
     facts["held_out"] = held_out
     facts["settings"] = settings
     board = reports.board(mechanism, delta, **facts)

@@ -142,6 +142,7 @@ def _seen(
     """
     rule = mechanism.clipping
     real = sizes > 0
+    # Norms are [size, groups], and bounds are [groups].
     finite = jnp.all(jnp.isfinite(clipped.norms), axis=1)
     # An example with a non-finite gradient contributed zero to the sum, so no mean counts it.
     scored = real & finite & jnp.isfinite(clipped.losses)
@@ -179,6 +180,7 @@ def release(recipe: Recipe, layout: Layout, state: State, sums: Sums) -> tuple[S
     # by more than a twentieth of a bound.
     total, lost, seen = layout.join(sums.gradients, sums.seen, reach)
     scale = recipe.bound_scale(state)
+    # Only adapted bounds move the factor in the state; a schedule's factor follows from the step.
     mean, bound_scale, memory = private_mean(  # line 6
         recipe.mechanism,
         total,
