@@ -29,7 +29,8 @@ BLOCK = 64
 _TAIL = 1 - (1 / 32 + 1 / 30) / 2
 _POSITIVE = norm.ppf(np.linspace(_TAIL, 0.5, 9))  # ends with 0
 _NEGATIVE = -norm.ppf(np.linspace(_TAIL, 0.5, 8)[:-1])
-LEVELS = np.sort([*_POSITIVE, *_NEGATIVE]).astype(np.float32) / np.float32(_POSITIVE[0])
+_QUANTILES = np.sort([*_POSITIVE, *_NEGATIVE])
+LEVELS = np.float32(_QUANTILES / _POSITIVE[0])
 
 
 @flax.struct.dataclass
@@ -47,8 +48,10 @@ class Quantized:
             values = self.codes / np.float32(127)
         else:
             pairs = jnp.stack([self.codes >> 4, self.codes & 15], axis=-1)
-            values = jnp.asarray(LEVELS)[pairs].reshape(-1, BLOCK)
-        return (values * self.scales).astype(self.scales.dtype).reshape(self.shape)
+            levels = jnp.asarray(LEVELS)
+            values = levels[pairs].reshape(-1, BLOCK)
+        kernel = values * self.scales
+        return kernel.astype(self.scales.dtype).reshape(self.shape)
 
 
 def quantized(leaf: Any, kind: str) -> Quantized:
@@ -56,13 +59,16 @@ def quantized(leaf: Any, kind: str) -> Quantized:
     blocks = jnp.asarray(leaf).reshape(-1, BLOCK)
     scales = jnp.max(jnp.abs(blocks), axis=1, keepdims=True)
     # A block of zeros has the scale 0.
-    values = (blocks / jnp.where(scales == 0, 1, scales)).astype(jnp.float32)
+    divisors = jnp.where(scales == 0, 1, scales)
+    values = (blocks / divisors).astype(jnp.float32)
     if kind == "int8":
         codes = jnp.round(127 * values).astype(jnp.int8)
     else:
         between = (LEVELS[1:] + LEVELS[:-1]) / 2
         levels = jnp.searchsorted(between, values).astype(jnp.uint8)
-        codes = (levels[:, ::2] << 4) | levels[:, 1::2]
+        first = levels[:, ::2]
+        second = levels[:, 1::2]
+        codes = (first << 4) | second
     return Quantized(codes, scales, jnp.shape(leaf), kind)
 
 
@@ -78,8 +84,11 @@ def kernels_quantized(leaves: Leaves, kind: str) -> dict[str, Any]:
 
 def dense(leaves: Leaves) -> dict[str, Any]:
     """The leaves as the network takes them."""
-    kernels = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Quantized)}
-    return {**leaves, **{path: kernel.dense() for path, kernel in kernels.items()}}
+    made = dict(leaves)
+    for path, leaf in leaves.items():
+        if isinstance(leaf, Quantized):
+            made[path] = leaf.dense()
+    return made
 
 
 def of_quantized(network: Network) -> Network:
