@@ -196,8 +196,8 @@ def poisson_table(mean: Fraction) -> tuple[int, np.ndarray]:
 
     They are of at least 1 more, 2 more, ..., in units of 2^-96, as words ``[numbers, words]``.
     """
-    # Neighbouring weights have the ratio mean / number. They go from the likeliest number outwards,
-    # until one is 2^-104 of the largest.
+    # Weights are integers, 2^128 for the likeliest number. Each is that of the number before, times
+    # mean / number. They go outwards until one is 2^-104 of the largest.
     numerator, denominator = mean.as_integer_ratio()
     mode = int(mean)
     above = [2**128]
