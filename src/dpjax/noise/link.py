@@ -99,7 +99,7 @@ def noise_link(
         require_sum(updates, rule, name)
         total, below = state.meeting(updates, below, noise)
         if key is None:
-            # A traced `init` without a key gave the unset key.
+            # A traced `init` without a key gives the unset key, zeros. A caller's may be zeros too.
             total = unless_unset(total, state.key, name)
         released, after = release(total, state, below)
         return released, after._replace(step=state.step + 1)
