@@ -47,7 +47,7 @@ def minimum(objective: Objective, x: np.ndarray) -> np.ndarray:
             if next_value <= value + _ARMIJO * length * slope or length < _SHORTEST:
                 break
             length *= 0.5
-        if not next_value < value:
+        if not next_value < value:  # also the shortest move gains nothing, or the value is NaN
             break
         move = length * direction
         change = next_gradient - gradient
@@ -63,8 +63,8 @@ def _times_inverse_hessian(gradient: np.ndarray, pairs: Pairs) -> np.ndarray:
     r"""The gradient times the inverse Hessian that the pairs suggest: the two-loop recursion.
 
     With moves $s$ and changes $y$, newest first, $\alpha = s^\top q / s^\top y$ and
-    $q \leftarrow q - \alpha y$. Then $q$ is scaled, and oldest first
-    $q \leftarrow q + (\alpha - y^\top q / s^\top y) s$.
+    $q \leftarrow q - \alpha y$. Then $q$ is scaled by $s^\top y / y^\top y$ of the newest pair,
+    and oldest first $q \leftarrow q + (\alpha - y^\top q / s^\top y) s$.
 
     Reference: Nocedal and Wright, "Numerical Optimization", 2006, algorithm 7.4.
     """

@@ -92,6 +92,7 @@ def _squared_bounds(strategy: Strategy, participation: Participation) -> Iterato
         yield float(np.sum(first_pattern(decreasing, participation) ** 2))
         if np.all(decreasing == column):
             return  # the bound is exact
+    # The triangle inequality: the columns of a pattern add up to at most the sum of their norms.
     norms = np.sqrt(strategy.column_squares())
     yield float(_largest_sum(norms, participation)) ** 2
     yield from strategy.squared_bounds(participation)
