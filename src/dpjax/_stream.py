@@ -144,19 +144,19 @@ class Stream:
             shares.append(np.array_split(rows, threads))
             batch.append(rows.reshape(*indices.shape, *leaf.shape))
         # Each thread has its part of the indices, and its rows of every leaf.
-        promises = [
+        futures = [
             pool.submit(self._fill, some_indices.tolist(), rows_of_leaves)
             for some_indices, *rows_of_leaves in zip(*shares, strict=True)
         ]
-        return batch, promises
+        return batch, futures
 
-    def _finish(self, room: list[np.ndarray], promises: list[Future[None]]) -> PyTree:
+    def _finish(self, batch: list[np.ndarray], futures: list[Future[None]]) -> PyTree:
         """The batch, when all threads have filled it."""
-        for promise in promises:
-            promise.result()  # raises what the thread raised
-        return jax.tree.unflatten(jax.tree.structure(self.row), room)
+        for future in futures:
+            future.result()  # raises what the thread raised
+        return jax.tree.unflatten(jax.tree.structure(self.row), batch)
 
-    def _fill(self, indices: list[int], room: list[np.ndarray]) -> None:
+    def _fill(self, indices: list[int], rows_of_leaves: list[np.ndarray]) -> None:
         """Writes the examples of one thread into its rows of the batch."""
         expected, structure = jax.tree.flatten(self._first)
         for place, example in enumerate(self._examples(indices)):
@@ -169,7 +169,7 @@ class Stream:
                     f"{called} is {form.unflatten(shapes)}; expected the shapes and types of the "
                     f"first one, {self._first}."
                 )
-            for rows, leaf in zip(room, leaves, strict=True):
+            for rows, leaf in zip(rows_of_leaves, leaves, strict=True):
                 # JAX's settings hold for the thread of the caller, which made the rows.
                 rows[place] = native(leaf, called, rows.dtype)
 
@@ -178,7 +178,7 @@ class Stream:
         records = self._records(indices)
         for index in indices:
             try:
-                example = next(records)
+                example = next(records)  # the record itself, unless it is converted
                 if self.example is not None:
                     example = self.example(example)
             except Exception as error:

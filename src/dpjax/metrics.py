@@ -250,8 +250,9 @@ def auroc(scores: Numbers, labels: Numbers) -> float:
     if ones == 0 or zeros == 0 or np.isnan(scores).any():
         return np.nan
     # Equal scores share the mean of their ranks, which counts a tie half (Mann and Whitney, 1947).
+    # ``score_of`` has for each example the number of its score among the distinct ones.
     _, score_of, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    ranks = np.cumsum(counts) - (counts - 1) / 2
+    ranks = np.cumsum(counts) - (counts - 1) / 2  # of the distinct scores, from 1
     # The rank sum of label 1, less its smallest possible value: the pairs that label 1 wins.
     won = ranks[score_of][is_one].sum() - ones * (ones + 1) / 2
     return float(won / (ones * zeros))

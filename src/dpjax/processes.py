@@ -41,7 +41,8 @@ def from_first(make: Callable[[], T]) -> T:
             answer = pickle.dumps((True, make()))
         except Exception as error:  # raised below, in every process; also if pickling fails
             answer = pickle.dumps((False, error))
-    # The others receive the same number of bytes, from a process of this run and never from a file.
+    # The others give as many zeros, because a broadcast needs arrays of one shape. All unpickle the
+    # bytes of a process of this run, and never those of a file.
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(answer))))
     sent = np.frombuffer(answer or bytes(size), np.uint8)
     went_well, value = pickle.loads(bytes(multihost_utils.broadcast_one_to_all(sent)))
@@ -90,7 +91,7 @@ def require_equal(call: str, facts: Callable[[], Mapping[str, str]]) -> None:
     if any_process(fault is not None):
         raise fault or Refused(f"{call}: another process failed; its output says why.")
     hashes = [hashlib.sha256(value.encode()).digest() for value in values.values()]
-    here = np.stack([np.frombuffer(x, np.uint8) for x in hashes])
+    here = np.stack([np.frombuffer(x, np.uint8) for x in hashes])  # [facts, bytes]
     everywhere = np.asarray(multihost_utils.process_allgather(here))  # [processes, facts, bytes]
     same = np.all(everywhere == everywhere[:1], axis=(0, 2))
     if not same.all():

@@ -106,6 +106,7 @@ def copy(tree: PyTree) -> PyTree:
     by_sharding: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, jax.Array):
+            # A tracer has none, and all tracers belong to one program.
             sharding = None if isinstance(leaf, Tracer) else leaf.sharding
             by_sharding.setdefault(sharding, []).append(i)
     for numbers in by_sharding.values():
@@ -356,7 +357,7 @@ def random_like(
         # The key is that of the first leaf: a run keeps its noise when later leaves change.
         run_key = jax.random.fold_in(key, len(values))
         options = {}
-        if use is not None and values and not parts:
+        if use is not None and values and not parts:  # `parts` does not wait
             options = {"after": values[-1]}
         draw = parts or cut_from_one
         for numbers in draw(run_key, shapes, wide(run[0].dtype), **options):

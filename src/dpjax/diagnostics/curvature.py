@@ -62,9 +62,9 @@ def sharpness(
     """
     step = jax.jit(partial(_step, loss))
     start = trees.random_like(jax.random.normal, jax.random.fold_in(key, Purpose.MEASURES), params)
-    size = length(start)
-    direction = jax.tree.map(lambda v, p: (v / size).astype(p.dtype), start, params)
-    previous = jnp.zeros_like(size)  # the value of the iteration before
+    start_length = length(start)
+    direction = jax.tree.map(lambda v, p: (v / start_length).astype(p.dtype), start, params)
+    previous = jnp.zeros_like(start_length)  # the value of the iteration before; 0 before the first
     direction, value = step(params, batch, direction)
     count = 1
     # The loop is Python's, because XLA on CPU makes gradients of convolutions many times slower in
@@ -84,11 +84,11 @@ def _step(loss: LossFn, params: PyTree, batch: PyTree, v: PyTree) -> tuple[PyTre
 
     # Forward over reverse mode needs the memory of one gradient and one tangent.
     _, product = jax.jvp(jax.grad(mean), (params,), (v,))
-    size = length(product)
-    divisor = jnp.where(size > 0, size, 1)
+    value = length(product)
+    divisor = jnp.where(value > 0, value, 1)
 
     def unit(of_product: Array, of_v: Array) -> Array:
         # A Hessian of zeros keeps the direction.
-        return jnp.where(size > 0, of_product / divisor, of_v).astype(of_product.dtype)
+        return jnp.where(value > 0, of_product / divisor, of_v).astype(of_product.dtype)
 
-    return jax.tree.map(unit, product, v), size
+    return jax.tree.map(unit, product, v), value

@@ -85,7 +85,7 @@ def ntk(
     kernel = jnp.zeros(())
     for leaf, group in zip(leaves, groups, strict=True):
         rows = leaf.reshape(size * outputs, math.prod(leaf.shape[2:]))
-        rows = rows.astype(trees.wide(leaf.dtype))
+        rows = rows.astype(trees.wide(leaf.dtype))  # [rows of J, numbers of the leaf]
         products = jnp.matmul(rows, rows.T, precision="highest")
         # Only columns are scaled, by the factor of the example whose gradient moves the weights. So
         # the clipped kernel is not symmetric.

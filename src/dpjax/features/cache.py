@@ -65,7 +65,7 @@ def scattered(
         # One array is filled, because features are several times as large as the images.
         features = np.empty((len(images), *row.shape[1:]), row.dtype)
         size = min(batch_size, len(images))
-        for start in range(0, len(images), max(1, size)):
+        for start in range(0, len(images), max(1, size)):  # a step of 0 is an error
             batch = images[start : start + size]
             if len(batch) < size:  # compiling a second shape takes longer than padding
                 batch = np.pad(batch, [(0, size - len(batch))] + [(0, 0)] * (images.ndim - 1))
@@ -74,6 +74,8 @@ def scattered(
 
     if directory is None:
         return compute(images)
+    # All facts that decide the features. The order is that of `scatter`, whose paths have two
+    # wavelets at most.
     settings = {"J": J, "L": L, "order": 2, "dtype": str(row.dtype), "version": _VERSION}
     return cached(compute, images, settings=settings, directory=directory, name="scattering")
 

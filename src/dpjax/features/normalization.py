@@ -195,6 +195,7 @@ def _release(key: Key, query: int, rows: Array, bound: float, multiplier: float)
     total, lost = _summed(rows, factors)
     # The purpose keeps this noise apart from training steps with the same root key.
     stream = trees.step_key(key, Purpose.PREPARATION, query)
+    # A query is the only step of its stream.
     deviations = standard_deviations(multiplier, rule, 0)
     released, _ = add_noise(total, rule.partition, deviations, stream, 0, lost=lost)
     return jnp.asarray(released)

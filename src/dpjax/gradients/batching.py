@@ -283,15 +283,17 @@ def _on_devices(
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), start)
 
     def sum_of_share(number: Any, model: PyTree, rows: Rows, zeros: PyTree) -> ClippedSum:
-        # It begins with zeros, because each device adds its own beginning.
+        # Shares begin with zeros, because ``start`` counts once: it is added below.
         return _in_turn(engine, layout, model, rows, zeros)
 
     count = rows.mask.shape[0]
     # Masked rows make the shares equal; shard_map needs an even split.
     padded = _padded(rows, -(-count // layout.shares) * layout.shares)
+    # Only argument number 1, the rows, is split.
     shares = layout.on_each(sum_of_share, split={1})(model, padded, zeros)
     value = jax.tree.map(lambda begun, x: begun + jnp.sum(x, axis=0), start, shares.value)
     of_rows = shares._replace(value=None)
+    # From [shares, rows of a share, ...] to [rows, ...], without the padding.
     of_rows = jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2)[:count], of_rows)
     return of_rows._replace(value=value)
 

@@ -107,7 +107,7 @@ def clipped_grad(
         meshes.refuse_tracking("clipped_grad")
         meshes.refuse_explicit("clipped_grad", "data", batch)
         meshes.refuse_explicit("clipped_grad", "parameters", params)
-        # Before the loss, which may refuse the rows of a person too.
+        # The mask is checked before the loss runs: for the mask of persons this error is clearer.
         real = real_rows("clipped_grad", mask, size)
         traced = Traced(loss, has_aux)
         traced.with_frozen(frozen).check(params, trees.one_row(batch), "clipped_grad")
@@ -131,7 +131,7 @@ def clipped_grad(
             return run_for_loss
 
         total = run_laid_out(request, engine_of, traced, params, rows, begun, key, frozen)
-        return total._replace(rule=rule.limits(params))
+        return total._replace(rule=rule.limits(params))  # engines leave it out
 
     return clipped
 

@@ -127,7 +127,7 @@ class CIFARCNN(nn.Module):
     @nn.compact
     def __call__(self, x: Images) -> Logits:
         """Gives the logits of one image, or of a batch."""
-        _parts.expect_image("CIFARCNN", x, smallest=8)
+        _parts.expect_image("CIFARCNN", x, smallest=8)  # three poolings halve the sides
         x = self._blocks(x, nn.avg_pool)
         h = _parts.conv(self, x, 256, 3)
         x = _parts.activated(self, self.activation, h)
@@ -162,7 +162,7 @@ class CIFARDenseCNN(CIFARCNN):
     @nn.compact
     def __call__(self, x: Images) -> Logits:
         """Gives the logits of one image, or of a batch."""
-        _parts.expect_image("CIFARDenseCNN", x, smallest=8)
+        _parts.expect_image("CIFARDenseCNN", x, smallest=8)  # three poolings halve the sides
         x = self._blocks(x, nn.max_pool)
         h = _parts.dense(self, _parts.flat(x), 128)
         x = _parts.activated(self, self.activation, h)
@@ -199,6 +199,7 @@ class ScatterCNN(nn.Module):
     @nn.compact
     def __call__(self, x: Images) -> Logits:
         """Gives the logits of one example's features, or of a batch."""
+        # Each side is halved, and then loses a pixel to each of the two poolings.
         _parts.expect_image("ScatterCNN", x, smallest=5)
         for channels, stride in ((16, 2), (32, 1)):
             # The padding is given, because "SAME" with stride 2 pads even sides at one end only.
@@ -234,7 +235,7 @@ class ScatterCIFARCNN(ScatterCNN):
     @nn.compact
     def __call__(self, x: Images) -> Logits:
         """Gives the logits of one example's features, or of a batch."""
-        _parts.expect_image("ScatterCIFARCNN", x, smallest=4)
+        _parts.expect_image("ScatterCIFARCNN", x, smallest=4)  # two poolings may halve the sides
         convolutions = 2 if self.as_printed else 1
         for block in range(2):
             for _ in range(convolutions):

@@ -56,7 +56,7 @@ class WideResNet(nn.Module):
         self, x: Float[Array, "*batch height width channels"]
     ) -> Float[Array, "*batch classes"]:
         """Gives the logits of one image, or of a batch."""
-        _parts.expect_image("WideResNet", x, smallest=4)
+        _parts.expect_image("WideResNet", x, smallest=4)  # two stages halve the sides
         blocks, rest = divmod(self.depth - 4, 6)  # in a stage
         if rest or blocks < 1:
             raise ValueError(f"models.WideResNet(depth={self.depth}): depth must be 6 n + 4.")

@@ -253,7 +253,8 @@ class ViT(nn.Module):
         )
         h = h.reshape(*h.shape[:-3], -1, self.width)  # one position for each patch
         # The class token starts at 0, as in the published ViT.
-        token = self.param("cls", nn.initializers.zeros, (1, 1, self.width))
+        token = self.param("cls", nn.initializers.zeros, (1, 1, self.width))  # its shape as well
+        # One class token for each image of the batch: [*batch, 1, width].
         tokens = jnp.broadcast_to(token[0], (*h.shape[:-2], 1, self.width))
         h = jnp.concatenate([tokens, h], axis=-2)
         h = _encoder(self, h.shape[-2], "pre-norm")(h)

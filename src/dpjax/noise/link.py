@@ -71,13 +71,13 @@ def noise_link(
     release: Callable[..., tuple[PyTree, GaussianState]],
     adapts: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Every noise link.
+    """The link of any noise: its checks, key and count of steps, around a ``release``.
 
     Args:
       name: The call that error messages name.
       rule: The rule that clipped the sums.
       key: Where the noise of every ``init`` starts; None for a secret key.
-      noise: The facts of the noise.
+      noise: Its deviations, multiplier and strategy, which `dpjax.testing` also reads.
       release: ``(sum, state, count) -> (noisy sum, next state)``, which draws the noise. The count
         is the ``below=`` of an update, for bounds that adapt.
       adapts: Whether bounds adapt, so the state has a scale.
@@ -99,7 +99,7 @@ def noise_link(
         require_sum(updates, rule, name)
         total, below = state.meeting(updates, below, noise)
         if key is None:
-            # A traced `init` without a key gave the unset key.
+            # A traced `init` without a key gives the unset key, zeros. A caller's may be zeros too.
             total = unless_unset(total, state.key, name)
         released, after = release(total, state, below)
         return released, after._replace(step=state.step + 1)

@@ -165,7 +165,7 @@ def _box_muller(first: Array, second: Array, dtype: Any = jnp.float32) -> Comple
     The radius has the 32 bits of ``first`` and the highest 8 of ``second``. The angle has a bit for
     a half turn, a bit for a quarter turn, and 22 bits for the rest.
     """
-    # u = (first + low / 2^8) / 2^32 in (0, 1). Its upper half is held as 1 - u, so both
+    # u = (first + (low + 1/2) / 2^8) / 2^32 in (0, 1). Its upper half is held as 1 - u, so both
     # ends keep the full relative precision of a float.
     low = second >> 24
     upper = first >= jnp.uint32(1 << 31)
@@ -175,6 +175,7 @@ def _box_muller(first: Array, second: Array, dtype: Any = jnp.float32) -> Comple
     radius = jnp.sqrt(-2 * _log(tail, upper))
     # A direction within an eighth of a turn of the axis, then one of four quarter turns:
     # there a short Taylor series is exact, and much cheaper than jnp.cos and jnp.sin.
+    # The last 22 bits, centred: from -2^21 to 2^21 in units of pi / 2^23.
     eighth = (second & 0x3FFFFF).astype(dtype) - (2.0**21 - 0.5)
     cosine, sine = _cos_sin(eighth * (math.pi * 2.0**-23))
     # A half turn changes both signs, a quarter turn takes (cosine, sine) to (-sine, cosine).
@@ -196,7 +197,11 @@ def _log(tail: Array, upper: Array) -> Array:
 
 
 def _cos_sin(angle: Array) -> tuple[Array, Array]:
-    """Cosine and sine for angles up to pi / 4, to the last digit of the dtype."""
+    """Cosine and sine for angles up to pi / 4, to the last digit of the dtype.
+
+    Taylor's series from the last term to the first: cos x = 1 - x^2/2 (1 - x^2/12 (1 - ...)), and
+    sin x = x (1 - x^2/6 (1 - x^2/20 (1 - ...))).
+    """
     square = angle * angle
     cosine = sine = jnp.ones_like(angle)
     terms = 5

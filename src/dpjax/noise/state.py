@@ -130,7 +130,7 @@ def _with_fresh_keys(node: Any) -> Any:
     if isinstance(node, GaussianState):
         return node._replace(key=jax.tree.map(_fresh_like, node.key))
     if isinstance(node, State):
-        # The key for draws stays, because the order of an epoch follows from it.
+        # The key for draws stays unless it is unset, because the order of an epoch follows from it.
         keys = {"noise_key": node.noise_key}
         if is_unset(node.key):
             keys["key"] = node.key

@@ -83,6 +83,7 @@ def filtered(
         down = slice(top, top + tile_rows)
         for left in range(0, tile_parts * step, tile_parts):
             across = slice(left, left + tile_parts)
+            # [rows, *images_and_paths, angles, parts] of a tile
             tile = factors[down, :, across].reshape(tile_rows, *images_and_paths, -1, tile_parts)
             total += spectrum[down, ..., None, across] * jnp.asarray(tile, spectrum.dtype)
     return total
@@ -98,6 +99,7 @@ def moduli(spectrum: Array, blocks: int) -> Float[Array, "rows *images_and_paths
     weights_of_x = np.concatenate([cosines, sines])  # [2 columns of output, columns of input]
     weights_of_y = np.concatenate([-sines, cosines])
     matrix = _parts(weights_of_x, weights_of_y, blocks).T  # [parts, 2 columns of output]
+    # The inverse transform has the factor 1 / (rows * columns). [rows, ..., 2 columns]
     of_columns = on_columns(spectrum, matrix / (rows * columns))
     # The same formula for rows: even are the sums with cosines, and odd those with sines.
     cosines, sines = _waves(np.arange(rows // 2 + 1), np.arange(rows), rows)

@@ -54,7 +54,8 @@ def filter_bank(rows: int, columns: int, J: int, L: int) -> Bank:
       >>> [scale.shape for scale in bank.wavelets], round(float(bank.lowpass[0][0] ** 2), 7)
       ([(8, 36, 36), (8, 36, 36)], 1.0000295)
     """
-    # Angles have kymatio's order, on which published weights and feature orders depend.
+    # Angles have kymatio's order, on which published weights and feature orders depend. A single
+    # angle is 0.
     angles = (max(L // 2 - 1, 0) - np.arange(L)) * math.pi / L
     wavelets = []
     for j in range(J):

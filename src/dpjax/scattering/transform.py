@@ -82,7 +82,8 @@ def _part_size(images: Array, J: int, L: int) -> int:
     """The number of images whose spectra fit into a CPU's caches, or occupy an accelerator."""
     _, height, width, channels = images.shape
     pixels = padded_size(height, J) * padded_size(width, J)
-    # The largest intermediate: both parts of all angles of one scale, and of both orders.
+    # The largest intermediate: both parts of the spectra of all angles of one scale. The second
+    # order has L times as many, with a quarter of the pixels.
     spectra = 2 * images.dtype.itemsize * channels * pixels * L * max(1.0, L / 4)
     capacity = 2**30  # in bytes
     if jax.default_backend() == "cpu":
@@ -100,7 +101,7 @@ def _cascade(images: Array, J: int, L: int) -> Array:
     bank = filter_bank(field.shape[0], field.shape[-1], J, L)
     spectrum = spectrum_of(field, 2 ** (J - 1))  # blocks for the coarsest scale, which folds most
     first_order = [_response(spectrum, bank, j, 0) for j in range(J)]
-    averages = [_average(field, bank, 0)[:, :, None]]
+    averages = [_average(field, bank, 0)[:, :, None]]  # one path
     averages += [_average(modulus, bank, j) for j, modulus in enumerate(first_order)]
     # A modulus is smoother than its field, so only coarser wavelets respond to it.
     averages += [_second_order(modulus, bank, j) for j, modulus in enumerate(first_order[:-1])]
@@ -108,7 +109,7 @@ def _cascade(images: Array, J: int, L: int) -> Array:
     height, _, _, width = features.shape
     # Each image gets the paths of its first channel, then of the second, and so on.
     features = features.reshape(height, images.shape[0], -1, width)
-    return features.transpose(1, 0, 3, 2)
+    return features.transpose(1, 0, 3, 2)  # [images, height, width, channels * paths]
 
 
 def _second_order(first: Array, bank: Bank, j: int) -> Float[Array, "rows images paths columns"]:
@@ -119,6 +120,7 @@ def _second_order(first: Array, bank: Bank, j: int) -> Float[Array, "rows images
     for k in range(j + 1, J):
         second = _response(spectrum, bank, k, j)
         averages.append(_average(second, bank, k))
+    # [rows, images, angles of the first order, angles of the second, columns]
     rows, images, *_, columns = averages[0].shape
     return jnp.concatenate(averages, axis=3).reshape(rows, images, -1, columns)
 

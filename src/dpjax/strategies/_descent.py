@@ -15,6 +15,12 @@ Pairs = list[tuple[np.ndarray, np.ndarray]]
 _ITERATIONS = 1_000
 # The number of earlier moves from which the Hessian is estimated.
 _PAIRS = 20
+# Objectives are logarithms of errors, and a smaller slope promises less than their tenth digit.
+_FLAT = 1e-10
+# The share of the promised decrease that a move must reach; the value of Nocedal and Wright.
+_ARMIJO = 1e-4
+# A move is not halved below this share of the first one, because the value hardly changes there.
+_SHORTEST = 1e-12
 
 
 def minimum(objective: Objective, x: np.ndarray) -> np.ndarray:
@@ -28,20 +34,20 @@ def minimum(objective: Objective, x: np.ndarray) -> np.ndarray:
     for _ in range(_ITERATIONS):
         direction = -_times_inverse_hessian(gradient, pairs)
         slope = float(gradient @ direction)
-        if -slope <= 1e-10:
+        if -slope <= _FLAT:
             break
         length = 1.0
         if not pairs:
-            # No curvature is known yet, so the first move is short.
+            # No curvature is known yet, so the first move changes no coordinate by more than 0.1.
             length = min(1.0, 0.1 / float(np.max(np.abs(direction))))
         while True:
             next_value, next_gradient = objective(x + length * direction)
             # Armijo's rule: halve a step that reaches too little of the decrease that the slope
             # promises.
-            if next_value <= value + 1e-4 * length * slope or length < 1e-12:
+            if next_value <= value + _ARMIJO * length * slope or length < _SHORTEST:
                 break
             length *= 0.5
-        if not next_value < value:
+        if not next_value < value:  # also the shortest move gains nothing, or the value is NaN
             break
         move = length * direction
         change = next_gradient - gradient
@@ -57,8 +63,8 @@ def _times_inverse_hessian(gradient: np.ndarray, pairs: Pairs) -> np.ndarray:
     r"""The gradient times the inverse Hessian that the pairs suggest: the two-loop recursion.
 
     With moves $s$ and changes $y$, newest first, $\alpha = s^\top q / s^\top y$ and
-    $q \leftarrow q - \alpha y$. Then $q$ is scaled, and oldest first
-    $q \leftarrow q + (\alpha - y^\top q / s^\top y) s$.
+    $q \leftarrow q - \alpha y$. Then $q$ is scaled by $s^\top y / y^\top y$ of the newest pair,
+    and oldest first $q \leftarrow q + (\alpha - y^\top q / s^\top y) s$.
 
     Reference: Nocedal and Wright, "Numerical Optimization", 2006, algorithm 7.4.
     """

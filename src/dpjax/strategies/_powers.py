@@ -44,7 +44,8 @@ def least_error(
 
     def objective(x: np.ndarray) -> tuple[float, np.ndarray]:
         """The log of variance times squared sensitivity, and its gradient."""
-        # At a rate of 40 a power is 0 after one step, and products of its reciprocal overflow.
+        # At a rate of 40 a power is 0 after one step, and products of its reciprocal overflow. One
+        # gap above e^4 exceeds 40, and its exponential may overflow.
         if np.max(x) > 4 or np.sum(np.exp(x)) > 40:
             return math.inf, x
         poles, zeros = _poles_and_zeros(x + directions, steps)
@@ -53,7 +54,9 @@ def least_error(
         return float(values[0].real), np.imag(values) / _TINY
 
     minima = []
-    for slowest in (3.0 / steps, 0.3 / steps):  # two starts; the better end counts
+    # Two starts, of which the better end counts: the slowest power falls to e^-3 or e^-0.3 during
+    # the run (by e^-0.1 in a step if the run is short), and the fastest is gone after a few steps.
+    for slowest in (3.0 / steps, 0.3 / steps):
         rates = np.geomspace(min(slowest, 0.1), 1.5, 2 * buffers)
         gaps = np.diff(rates, prepend=0.0)
         minima.append(_descent.minimum(objective, np.log(gaps)))
@@ -90,7 +93,8 @@ def variance(poles: Rates, zeros: Rates, steps: int, workload: Workload, error: 
     pairs[:, 0, 0] = 1.0
     sums = np.expm1(-pairs * steps) / np.expm1(-pairs)
     if error == "mean":
-        # The mean over rows of their geometric sums.
+        # The mean over n rows of their geometric sums: of a product p with sum s over all rows,
+        # sum_t (1 - p^(t+1)) / (1 - p) / n = (n - p s) / (1 - p) / n.
         sums = (steps - np.exp(-pairs) * sums) / -np.expm1(-pairs) / steps
         sums[:, 0, 0] = (steps + 1) / 2
     else:
@@ -120,7 +124,7 @@ def squared_sensitivity(
         """The squared norm of the rows 1 to ``length - 1`` after each step of ``collected``."""
         sums = np.exp(-pairs) * np.expm1(-pairs * (length - 1)) / np.expm1(-pairs)
         weighted = weights[:, None] * collected
-        products = np.swapaxes(weighted, 1, 2) @ weighted
+        products = np.swapaxes(weighted, 1, 2) @ weighted  # [directions, poles, poles]
         return np.sum(products * sums, axis=(1, 2))
 
     at_steps = 1 + np.sum(weights[:, None] * (collected - 1), axis=2)

@@ -98,14 +98,14 @@ def banded_coefficients(
     def objective(column: Series) -> Valued:
         """The log of variance times squared sensitivity, and its gradient by the column."""
         inverse = _series.reciprocal(column, steps)
-        squared_error, by_inverse = variance_of(inverse)
+        noise_variance, by_inverse = variance_of(inverse)
         # The chain rule through r = 1 / c, whose differential is -r * dc / c.
         solved = _transposed_filter(column, by_inverse)
         by_column = -_series.correlated(solved, inverse, bands)
         padded = np.pad(column, (0, steps - bands))
-        squared, squared_by_column = squared_sensitivity(padded, participation)
-        gradient = by_column / squared_error + squared_by_column[:bands] / squared
-        return math.log(squared_error * squared), gradient
+        squared_norm, norm_by_column = squared_sensitivity(padded, participation)
+        gradient = by_column / noise_variance + norm_by_column[:bands] / squared_norm
+        return math.log(noise_variance * squared_norm), gradient
 
     # The start is the square root of the workload 1 / ((1 - x) (1 - momentum x)), cut off.
     root = _series.square_root(bands)

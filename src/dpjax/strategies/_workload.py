@@ -88,6 +88,7 @@ def toeplitz_squares(
     for t in range(start, steps):
         # The momentum m_t = beta m_{t-1} + (noise of step t), and the parameters + eta_t m_t.
         averaged_row[: t + 1] *= workload.momentum
+        # The noise of step t has the coefficients t, ..., 0 of the inverse.
         averaged_row[: t + 1] += scales[t] * reversed_inverse[steps - 1 - t :]
         summed_row[: t + 1] += rates[t] * averaged_row[: t + 1]
         squares[t] = summed_row[: t + 1] @ summed_row[: t + 1]

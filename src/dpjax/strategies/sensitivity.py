@@ -78,6 +78,7 @@ def sensitivity(strategy: Strategy, participation: Participation) -> float:
             return _root(largest, additions=0)
         return _root(largest, _additions(strategy) + most)
     least = min(_squared_bounds(strategy, participation))
+    # From norms or products of columns a bound adds up to ``steps`` numbers in each of two stages.
     return _root(least, _additions(strategy) + 2 * strategy.steps)
 
 
@@ -91,6 +92,7 @@ def _squared_bounds(strategy: Strategy, participation: Participation) -> Iterato
         yield float(np.sum(first_pattern(decreasing, participation) ** 2))
         if np.all(decreasing == column):
             return  # the bound is exact
+    # The triangle inequality: the columns of a pattern add up to at most the sum of their norms.
     norms = np.sqrt(strategy.column_squares())
     yield float(_largest_sum(norms, participation)) ** 2
     yield from strategy.squared_bounds(participation)
@@ -177,6 +179,7 @@ def _largest_cycle(diagonals: Sequence[np.ndarray], participation: Participation
         # Each column holds the steps of one cycle, and a pattern is a window of it.
         padded = np.pad(products, (0, longest * apart - len(products)))
         cycles = padded.reshape(longest, apart)
+        # [first steps, apart, most - distance]
         windows = np.lib.stride_tricks.sliding_window_view(cycles, most - distance, axis=0)
         collected = np.sum(windows[: len(sums)], axis=-1)
         if distance > 0:
@@ -187,6 +190,7 @@ def _largest_cycle(diagonals: Sequence[np.ndarray], participation: Participation
 
 def _additions(strategy: Strategy) -> int:
     """The most float64 roundings of a column norm and its coefficients."""
+    # Only a matrix with its coefficients as given has fewer bands than steps: squares are added.
     if strategy.remembers + 1 == strategy.bands < max(strategy.steps, 2):
         return strategy.bands - 1
     return strategy.steps * (strategy.remembers + 2)

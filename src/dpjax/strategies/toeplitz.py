@@ -107,6 +107,7 @@ class Toeplitz(Strategy):
             norms = jnp.sqrt(jnp.cumsum(values**2))  # of columns with 1, 2, ... terms
             # The column of step t ends with the run, after steps - t terms.
             scale = scale * norms[jnp.clip(self.steps - 1 - jnp.asarray(step), 0, size)]
+        # A ring without slots has no ages, which are taken modulo its size.
         weights = values[_streams.ages(step, size)] if size else values[1:]
 
         def next_noise(leaf: Array, noises: Array) -> tuple[Array, Array]:
@@ -162,6 +163,7 @@ class InverseToeplitz(Strategy):
         size = self.remembers
         values = jnp.asarray(self.values, jnp.float32)  # d
         scale = _streams.sound(step, self.steps)
+        # A ring without slots has no ages, which are taken modulo its size.
         weights = values[_streams.ages(step, size)] if size else values[1:]
 
         def next_noise(leaf: Array, normals: Array) -> tuple[Array, Array]:

@@ -235,7 +235,7 @@ def foresee(leaf: Shape, sites: Sequence[Site], index: int) -> Choice:
         common = common_sites(index, leaf, sites, forms)
         others = [k for k in range(len(sites)) if k not in common]
         if not others:
-            choice = Choice("common", False, 0, 0)
+            choice = Choice("common", False, 0, 0)  # no example has a gradient of its own
         else:
             choice = choose(leaf, [sites[k] for k in others], [forms[k] for k in others])
         if common:

@@ -79,11 +79,11 @@ def _with_norms(
         norms = trees.group_norms([gradient], (0,), 1)[:, 0]  # the leaf as the only group
         uses_of_leaves[i] = _LeafUses(norms**2, Pieces([gradient]))
     entries, commons = divided(entries, leaves)
-    gradients_of_computed = computed(entries, leaves)
+    behind_kernels = gradients_behind_kernels(entries, leaves)
     for i, leaf_entries in entries.items():
-        if i in gradients_of_computed:
-            squares = squared(gradients_of_computed[i])
-            pieces = Pieces([gradients_of_computed[i]])
+        if i in behind_kernels:
+            squares = squared(behind_kernels[i])
+            pieces = Pieces([behind_kernels[i]])
         else:
             squares, pieces = norms_with(i, leaf_entries, commons[i], leaves)
         uses_of_leaves[i] = _LeafUses(squares, pieces, leaf_entries, commons[i])
@@ -125,7 +125,7 @@ def _plus_sums(
     return totals
 
 
-def computed(
+def gradients_behind_kernels(
     entries_of_leaves: Mapping[int, Sequence[Entry]], leaves: Sequence[Array]
 ) -> dict[int, Array]:
     """Per-example gradients ``[batch, ...]`` of leaves from which the loss computes its kernels.

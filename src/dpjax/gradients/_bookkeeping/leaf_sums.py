@@ -82,8 +82,8 @@ def recomputed(
 ) -> LeafSum:
     """The sum of a leaf by one product for each of its sites: data times scaled cotangents.
 
-    The cotangents are 0 for a factor of 0. The data are the arrays of the sum, because data that
-    are not finite need a mask as well.
+    The cotangents are 0 for a factor of 0. The data are `LeafSum.arrays`, which `clipped_sums`
+    masks, because 0 times data that are not finite is NaN.
     """
     scaled = [entry.rounded().scaled(factors) for entry in entries]
     data_of_sites = [x for entry in scaled for x in entry.data]

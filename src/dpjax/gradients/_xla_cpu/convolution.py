@@ -143,11 +143,11 @@ def _neighbours_together(parameters: dict[str, Any], count: int, x: Array, kerne
     pixels_read = (rounds * count - 1) * stride + kernel.shape[last_axis]
     missing = max(0, pixels_read - row_length)
 
-    def moved(places: int) -> Array:
-        """The kernel of output number ``places`` of a round, padded to what all of them read."""
+    def moved(output: int) -> Array:
+        """The kernel of output number ``output`` of a round, padded to what all outputs read."""
         # Zeros let a non-finite pixel reach neighbours, but never another example.
         edges = [(0, 0, 0)] * kernel.ndim
-        edges[last_axis] = (places * stride, (count - 1 - places) * stride, 0)
+        edges[last_axis] = (output * stride, (count - 1 - output) * stride, 0)
         return jax.lax.pad(kernel, jnp.zeros((), kernel.dtype), edges)
 
     by_rounds = {
@@ -156,7 +156,7 @@ def _neighbours_together(parameters: dict[str, Any], count: int, x: Array, kerne
         "padding": (*other_padding, (low, high + missing)),
     }
     x, by_rounds = _padded(x, by_rounds)
-    kernels = jnp.concatenate([moved(places) for places in range(count)], output_axis)
+    kernels = jnp.concatenate([moved(output) for output in range(count)], output_axis)
     y = _as_written(by_rounds, x, kernels)  # [.., rounds, count * channels]
     y = y.reshape(*y.shape[:-2], rounds * count, -1)
     return jax.lax.slice_in_dim(y, 0, columns, axis=y.ndim - 2)
