@@ -63,6 +63,7 @@ def predicted(
     if declared:
         columns = data.Columns.read(declared, trained.unit_column)
     x = network_inputs(folder, trained, rows_of(rows, config, columns, data_dir))
+    # A regression has no classes, and an earlier version wrote their names without their number.
     named = len(config.get("class_names", ()))
     classes = config.get("classes", named or None)
     model = build.build_model(trained, classes or 1)

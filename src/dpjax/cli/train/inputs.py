@@ -88,6 +88,7 @@ def release_once(
     # The lock and the file prevent a second query, which no card counts.
     with held(path.parent, "moments.lock"):
         if not path.exists():
+            # `fit` refuses the folder of another run too, but only after this query is spent.
             if (path.parent / "run.json").exists():
                 raise dpjax.ledger.Refused(f"{path.parent}: another run is there.")
             key = noise.secret_key() if seed is None else jax.random.key(seed)

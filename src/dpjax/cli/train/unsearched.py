@@ -44,6 +44,7 @@ def apply(given: flags.FlagValues, examples: int) -> None:
     if not given["steps"].present and not given["epochs"].present:
         steps = size.steps
         values["epochs"] = steps * batch / examples
+    # Rule and optimizer are those of `dpjax.plan`.
     if not any(given[name].present for name in _BOUNDS):
         values.update(clipping="automatic", bound=1.0)
     if not any(given[name].present for name in _RATES):
