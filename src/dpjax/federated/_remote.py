@@ -205,7 +205,7 @@ def remote_rounds(
         weights=lambda step, params, reply: reply.share,
         # One reply is in memory at a time.
         microbatch_size=1,
-        mesh=meshes.of(),
+        mesh=meshes.of(),  # that of `jax.set_mesh`, or of all processes
         sizes=lambda replies: replies.usable,
     )
     facts = {**identity, "weights": {"total": weights.total_share}}

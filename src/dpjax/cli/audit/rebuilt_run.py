@@ -51,6 +51,7 @@ def rebuild(
     planned = plan(given)
     if planned.per_step is not None and planned.dataset.owners is not None:
         raise app.UsageError(f"{folder}: --loss=composite is audited where the unit is one row.")
+    # Both in the types of JSON, in which a tuple is a list.
     if json.loads(json.dumps(planned.mechanism.facts)) != run.mechanism:
         raise app.UsageError(f"{folder}: expected the mechanism of run.json. Restore its data.")
     dataset = inputs.with_features(given, planned.dataset)

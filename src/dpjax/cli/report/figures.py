@@ -381,6 +381,7 @@ def _histograms(figure: Figure, run: SavedRun, norms: np.ndarray, bounds: np.nda
     shown = min(norms.shape[1], _GROUPS)
     columns = min(shown, _COLUMNS)
     rows = -(-shown // columns)
+    # A single row is as high as other figures.
     figure.set_size_inches(WIDTH, 1.6 * rows if rows > 1 else 2.9)
     grid = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes in grid[shown:]:

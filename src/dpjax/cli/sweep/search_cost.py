@@ -69,6 +69,7 @@ def prices(
         method = accounting.tightest(event, relation)
         return accounting.epsilon(event, delta, method, relation), method
 
+    # Most runs have equal events, and accounting takes seconds. Events have no hash, but a text.
     different_events = list({repr(run.event): run.event for run in runs}.values())
     one, by_one = max(cost(event) for event in different_events)
     every_run, by_every = cost(accounting.compose(*(run.event for run in runs)))
