@@ -187,6 +187,7 @@ def _draw_group(spent: Any, taken: Any, group: RunGroup, measure: str, color: st
     """
     label = f" {group.label}"  # no legend shows a label with an underscore in front
     end = None
+    # Steps come first: without an epsilon, `end` is the last mean over them.
     try:
         for axes, axis, name in ((taken, "step", ""), (spent, "epsilon", label)):
             x, values = curve(group, axis, measure)

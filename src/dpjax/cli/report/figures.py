@@ -250,6 +250,7 @@ def calibration(figure: Figure, run: SavedRun) -> str:
     figure.set_size_inches(WIDTH, 4.0)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     above.plot([0, 1], [0, 1], "--", color=PALETTE["muted"], linewidth=1, label="confidence")
+    # A line from each dot to the dashed line is its error.
     above.vlines(confidence[filled], confidence[filled], rates[filled], color=_BLUE)
     # The root keeps small bins visible: the last one usually holds most predictions.
     areas = 8 + 90 * np.sqrt(counts[filled] / counts.sum())

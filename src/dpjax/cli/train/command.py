@@ -135,7 +135,7 @@ def plan(given: flags.FlagValues) -> Planned:
         classes = dataset.classes or 1  # a regression has one output
         examples = dataset.units
         unsearched.apply(given, examples)
-        # Calibration can take minutes at such a delta.
+        # This check comes before calibration, which can take minutes at such a delta.
         if given.delta * examples >= 1:
             raise ValueError(
                 f"--delta={given.delta:g}: expected less than 1/{examples}, since publishing one "
