@@ -168,6 +168,7 @@ def draw(groups: list[RunGroup], badge: str) -> bytes:
     measure = measures_of(runs)[0]
     unit = " (%)" if measure in PER_CENT else ""
     with style.style():
+        # Each group has a line of the legend below the axes.
         figure = style.canvas(height=3.6 + 0.16 * len(groups))
         spent, taken = figure.subplots(1, 2, sharey=True)
         spent.set(xlabel=f"epsilon spent{stated}", ylabel=f"{MEASURES[measure]}{unit}")

@@ -93,6 +93,7 @@ def paced(
         deviations = jnp.stack(mechanism.deviations_on_mean(state.step)) * bound_scale
         variance = jnp.square(jnp.max(deviations))
         first = optax.tree_utils.tree_update_moment(updates, state.first, b1, 1)
+        # One number for each leaf; it is squared here, so both moments are updated by order 1.
         squares = jax.tree.map(lambda g: jnp.mean(jnp.square(g)), updates)
         second = optax.tree_utils.tree_update_moment(squares, state.second, b2, 1)
         step = state.step + 1

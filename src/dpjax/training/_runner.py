@@ -118,9 +118,9 @@ class Run:
         # A row of this step already holds the means of the checkpoint's infos.
         if not self.at_row:
             self.infos = list(facts["seen"])
-        # A stop is in a row or in the ledger. The checkpoint of a step is older than its row, so its
-        # ledger does not know of a stop in that row; `least` is how many steps count by the rows, 0
-        # without a stop. The ledger knows of an earlier stop, after which `fit` took further steps.
+        # A stop is in a row or in the ledger. The checkpoint of a step is older than its row, so
+        # its ledger does not know of a stop in that row; `least` is how many steps count by the
+        # rows, 0 without a stop. A ledger knows of a stop after which `fit` took further steps.
         least = counted(self.rows)
         if least > 0 or self.state.ledger.chosen:
             self._end(least)
