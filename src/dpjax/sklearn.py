@@ -122,6 +122,7 @@ class _Private(BaseEstimator):
         planned = dpjax.plan(units, params, epsilon=self.epsilon, delta=self.delta)
         mechanism = planned.mechanism
         if owners is not None:
+            # The batches are as large as planned, and hold persons in place of examples.
             batches = dpjax.sampling.persons(owners, mechanism.batch_size, self.rows_per_unit)
             mechanism = dataclasses.replace(mechanism, sampling=batches, unit=batches.unit)
         self.account_.charge(mechanism)

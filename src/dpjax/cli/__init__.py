@@ -101,7 +101,7 @@ def run_command(name: str) -> None:
             print(f"\n{program}: {str(stopped) or 'interrupted.'}", file=sys.stderr)
             sys.exit(130)  # as a shell reports a program that Ctrl-C ended
 
-    app.run(run, argv=[program])
+    app.run(run, argv=[program])  # absl gets no flags: `given` parses them
 
 
 def _print_plainly() -> None:

@@ -168,6 +168,7 @@ def draw(groups: list[RunGroup], badge: str) -> bytes:
     measure = measures_of(runs)[0]
     unit = " (%)" if measure in PER_CENT else ""
     with style.style():
+        # Each group has a line of the legend below the axes.
         figure = style.canvas(height=3.6 + 0.16 * len(groups))
         spent, taken = figure.subplots(1, 2, sharey=True)
         spent.set(xlabel=f"epsilon spent{stated}", ylabel=f"{MEASURES[measure]}{unit}")
@@ -187,6 +188,7 @@ def _draw_group(spent: Any, taken: Any, group: RunGroup, measure: str, color: st
     """
     label = f" {group.label}"  # no legend shows a label with an underscore in front
     end = None
+    # Steps come first: without an epsilon, `end` is the last mean over them.
     try:
         for axes, axis, name in ((taken, "step", ""), (spent, "epsilon", label)):
             x, values = curve(group, axis, measure)

@@ -50,7 +50,8 @@ def mesh_in_force(text: str | None, processes: int | None = 1) -> Iterator[None]
     from dpjax import meshes
 
     if text is None:
-        # The user's own setting stays; and JAX raises if it ran already.
+        # A number that is not set is negative; the user's own setting stays. JAX raises if it ran
+        # already.
         if processes == 1 and getattr(jax.config, "jax_num_cpu_devices", 0) < 0:
             with contextlib.suppress(RuntimeError):
                 jax.config.update("jax_num_cpu_devices", meshes.host_devices())

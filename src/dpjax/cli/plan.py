@@ -58,7 +58,7 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
 
 def speed_of(loss: Any, model: Any, x: jax.ShapeDtypeStruct, most_rows: int | None) -> float:
     """Examples a second of private steps, measured on rows of zeros; with ``most_rows`` persons."""
-    rows = 1024
+    rows = 1024  # all of them are in each batch
     batches = dpjax.sampling.poisson(rows, rows)
     if most_rows is not None:
         # A step computes all rows that it may read of a person, also where the person has one.
@@ -68,7 +68,7 @@ def speed_of(loss: Any, model: Any, x: jax.ShapeDtypeStruct, most_rows: int | No
         sampling=batches,
         clipping=dpjax.clipping.automatic(1.0),
         noise_multiplier=1.0,
-        steps=4,
+        steps=4,  # one that compiles, and three that are timed
     )
     algorithm = dpjax.dpsgd(loss, planning.paced(mechanism), mechanism, data)
     params = jax.jit(model.init)(jax.random.key(0), np.zeros(x.shape, x.dtype))["params"]

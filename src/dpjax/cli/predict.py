@@ -63,6 +63,7 @@ def predicted(
     if declared:
         columns = data.Columns.read(declared, trained.unit_column)
     x = network_inputs(folder, trained, rows_of(rows, config, columns, data_dir))
+    # A regression has no classes, and an earlier version wrote their names without their number.
     named = len(config.get("class_names", ()))
     classes = config.get("classes", named or None)
     model = build.build_model(trained, classes or 1)
@@ -72,6 +73,7 @@ def predicted(
         target_range = None if columns is None else columns.target_range
         numbers = quantities(outputs, target_range)
         return written(["prediction"], [[f"{number:.6g}"] for number in numbers])
+    # By label, which is a text as all keys of JSON are.
     class_names = config.get("class_names") or {str(label): str(label) for label in range(classes)}
     words = [class_names[str(label)] for label in range(classes)]
     lines = []

@@ -31,7 +31,7 @@ def read(name: str, source: Source, path: Path) -> Dataset[Split]:
     if path.suffix == ".csv":
         header, words = read_table(path, call)
         rows = numbers(header, words, call)
-        return table(name, source, rows[:, :-1], rows[:, -1])
+        return table(name, source, rows[:, :-1], rows[:, -1])  # the target is the last column
     arrays = read_arrays(path, f"data.load({name!r})")
     for images, labels in _LAYOUTS:
         expected = {key.format(part) for part in _PARTS for key in (images, labels)}

@@ -217,8 +217,11 @@ def _table(path: Path, label: str | None, call: str) -> _File:
 
 
 def _inputs(x: np.ndarray, call: str) -> np.ndarray:
-    """Inputs in the dtype of a model: int32 for whole numbers, else finite float32."""
-    if x.dtype == np.uint8 and x.ndim in (3, 4):  # images
+    """Inputs in the dtype of a model: int32 for whole numbers, else finite float32.
+
+    Bytes of images become float32 in [0, 1].
+    """
+    if x.dtype == np.uint8 and x.ndim in (3, 4):
         return floats(x)
     x = native(x, f"{call}: inputs")
     if x.dtype.kind in "iu":

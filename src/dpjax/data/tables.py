@@ -99,7 +99,7 @@ def table(
     owners = np.arange(len(private.columns[private.names[0]]))
     if unit is not None:
         owners = _numbered(cells[unit])
-    units = int(owners.max(initial=-1)) + 1
+    units = int(owners.max(initial=-1)) + 1  # 0 of an empty table
     if units < 2:
         raise ValueError(
             f"{private.call}: the table has {units} rows or persons; expected two or more."
@@ -115,7 +115,7 @@ def table(
             split = f"{len(held)} of {units} persons are held out for the test"
     else:
         public = opened(test, "data.table")
-        check_columns(public, forms, allowed=[unit])
+        check_columns(public, forms, allowed=[unit])  # persons are not read
         in_test = np.zeros(len(owners), bool)
         test_rows = _numbers(public, declared, cells_of(public, readers(forms)))
         held_out = HeldOut(public=True)

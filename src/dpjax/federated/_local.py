@@ -104,6 +104,7 @@ def _after_batch(
     update = jax.tree.map(lambda u, c: u + c.astype(u.dtype), carry.update, change)
     if local.within is not None:
         # The update is clipped like one example, so groups and norms mean the same as in the step.
+        # `clip` returns the sum over the rows, which is again one update.
         one_row = jax.tree.map(lambda x: x[None], update)
         update, _, _ = clipping.clip(_ball(local.within, params), one_row)
     return _State(carry.losses + loss, update, optimizer_state)

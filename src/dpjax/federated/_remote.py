@@ -205,7 +205,7 @@ def remote_rounds(
         weights=lambda step, params, reply: reply.share,
         # One reply is in memory at a time.
         microbatch_size=1,
-        mesh=meshes.of(),
+        mesh=meshes.of(),  # that of `jax.set_mesh`, or of all processes
         sizes=lambda replies: replies.usable,
     )
     facts = {**identity, "weights": {"total": weights.total_share}}
@@ -244,8 +244,8 @@ def run_rounds(
     asked = mechanism.steps
     if rounds is not None:
         asked = checks.whole(call, "num_rounds", rounds)
-    # `fit` refuses a run that exceeds its budget, so it gets only the rounds that fit. It also
-    # refuses rounds beyond the plan, so these are cut only where the budget ends before the plan.
+    # `fit` refuses rounds beyond the budget, so they are cut here. Rounds beyond the plan are left
+    # for `fit` to refuse, unless the budget ends before the plan.
     granted = asked
     affordable = ledger.affordable(mechanism, algorithm.budget)  # at most the plan
     if affordable < mechanism.steps:

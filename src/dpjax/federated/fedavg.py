@@ -140,7 +140,7 @@ def fedavg(
         shared=clients,
         budget=budget,
         info=round_info,
-        # The step sees only the loss of a client.
+        # `init` checks the loss of one example by these: the step sees only the loss of a client.
         of_one=(loss, trees.one_row(clients.examples)),
     )
     scaled_by = None
@@ -236,7 +236,7 @@ def recipe_of(
         entry=lambda key, step: trees.mappable(trees.step_key(key, Purpose.LOCAL, step)),
         weights=lambda step, params, example: example[1],  # the share of a `Row`
         microbatch_size=microbatch_size,
-        mesh=meshes.of(),
+        mesh=meshes.of(),  # that of `jax.set_mesh`, or of all processes
         sizes=lambda rows: rows.size,
     )
 

@@ -72,7 +72,7 @@ def paced(
     """
     checks.instance("planning.paced", "mechanism", mechanism, Mechanism)
     drift = checks.positive("planning.paced", "drift", drift)
-    steps = max(1, mechanism.steps)
+    steps = max(1, mechanism.steps)  # a mechanism of 0 steps must not divide by 0
     first_rate = drift * math.sqrt(3 / steps)
 
     def init(params: PyTree) -> PacedState:
@@ -93,6 +93,7 @@ def paced(
         deviations = jnp.stack(mechanism.deviations_on_mean(state.step)) * bound_scale
         variance = jnp.square(jnp.max(deviations))
         first = optax.tree_utils.tree_update_moment(updates, state.first, b1, 1)
+        # One number for each leaf; it is squared here, so both moments are updated by order 1.
         squares = jax.tree.map(lambda g: jnp.mean(jnp.square(g)), updates)
         second = optax.tree_utils.tree_update_moment(squares, state.second, b2, 1)
         step = state.step + 1
@@ -102,6 +103,7 @@ def paced(
             m_hat = m / (1 - b1**step)
             v_hat = v / (1 - b2**step)
             square = jnp.maximum(v_hat, variance.astype(v.dtype))
+            # Without noise, a leaf whose gradients were all 0 has 0 / 0 here; it does not move.
             direction = m_hat / jnp.sqrt(jnp.where(square > 0, square, 1))
             return (-rate * direction).astype(m.dtype)
 

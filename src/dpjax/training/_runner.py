@@ -118,10 +118,9 @@ class Run:
         # A row of this step already holds the means of the checkpoint's infos.
         if not self.at_row:
             self.infos = list(facts["seen"])
-        # The checkpoint of a step is older than its row, so it does not know of a stop in the row.
-        # A row with a stop has the number of steps that count, which is 0 without one. A checkpoint
-        # after the stop, if `fit` was called for further steps, has a ledger that knows of it; then
-        # more steps count if the budget has grown.
+        # A stop is in a row or in the ledger. The checkpoint of a step is older than its row, so
+        # its ledger does not know of a stop in that row; `least` is how many steps count by the
+        # rows, 0 without a stop. A ledger knows of a stop after which `fit` took further steps.
         least = counted(self.rows)
         if least > 0 or self.state.ledger.chosen:
             self._end(least)

@@ -111,7 +111,8 @@ class _Assembly:
             if self.of_one is not None:
                 loss_of_one, row = self.of_one
                 Traced(loss_of_one).check(params, row, name)
-            # The loss is traced with the shardings of the mesh that the user chose.
+            # The loss is traced with the shardings of the mesh that the user chose. Without one,
+            # data that the user split by explicit axes are refused: most models do not run on them.
             if mesh is not None:
                 params = meshes.placed(params, mesh)
             elif not self.stream:

@@ -87,6 +87,7 @@ def audit_run(
     name = "one step in which the row is drawn"
     if rebuilt.planned.persons:
         name = "one step in which the person is drawn"
+    # The noise of later steps follows from that of earlier ones, so only the first is measured.
     if rebuilt.planned.mechanism.noise is not None:
         name = "first step of correlated noise"
     lines = [line_of_step(audit_step(rebuilt, given.pairs), run.delta, name)]

@@ -35,13 +35,14 @@ def audit_canaries(rebuilt: Rebuilt, count: int | None, steps: int) -> Line:
     known_places = draw.permutation(np.setdiff1d(np.arange(examples), places))[:_KNOWN]
     # The plan keeps all steps, although few run: correlated noise is designed for the whole run.
     sampler = auditing.without(planned.mechanism.sampling, places[~members])
+    # The second run asks no queries and follows no earlier run: its steps are audited.
     mechanism = dataclasses.replace(planned.mechanism, sampling=sampler, preparation=(), before=())
     steps = min(steps, mechanism.steps)
     recording = auditing.recording(planned.optimizer)
     algorithm = planned.algorithm(mechanism, rows, optimizer=recording)
     canaries = jax.tree.map(lambda leaf: jnp.asarray(leaf[places]), rows)
     known = jax.tree.map(lambda leaf: jnp.asarray(leaf[known_places]), rows)
-    state = algorithm.init(rebuilt.first, jax.random.key(0))
+    state = algorithm.init(rebuilt.first_params, jax.random.key(0))
     scores, _ = auditing.score_canaries(
         algorithm, state, steps, planned.of_example, canaries, known, per_step=planned.per_step
     )
@@ -58,6 +59,7 @@ def audit_canaries(rebuilt: Rebuilt, count: int | None, steps: int) -> Line:
 
 def curve_of(mechanism: dpjax.Mechanism, steps: int) -> tuple[Any, str]:
     """The trade-off curve that canaries refute, and its name: the run's own, where it is known."""
+    # A curve of its own needs neighbours that join or leave, as canaries do, and exact norms.
     replaced = mechanism.relation is dpjax.types.Neighbours.REPLACE_ONE
     if replaced or mechanism.clipping.projections is not None:
         return "any", "any curve"
@@ -96,5 +98,6 @@ def with_canaries(
         labels = draw.choice([-1.0, 1.0], count)  # the ends of a target's range
     else:
         labels = draw.integers(0, dataset.classes, count)
+    # [count] or [count, 1]: all rows of a person have its label.
     y[places] = labels.reshape(-1, *[1] * (y.ndim - 1))
     return places, train

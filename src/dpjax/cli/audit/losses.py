@@ -97,4 +97,5 @@ def log_odds(model: Any, params: Any, rows: Any) -> jax.Array:
         rest = jnp.where(jnp.arange(logits.size) == y, -jnp.inf, logits)
         return logits[y] - jax.nn.logsumexp(rest)
 
+    # 500 rows at a time: the activations of all rows may not fit into memory.
     return jax.lax.map(of_row, rows, batch_size=500)

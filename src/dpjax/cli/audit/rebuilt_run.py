@@ -29,8 +29,8 @@ class Rebuilt(NamedTuple):
     run: SavedRun
     planned: Planned
     dataset: dpjax.data.Dataset
-    first: Any
-    released: Any
+    first_params: Any
+    released: Any  # parameters
 
 
 def rebuild(
@@ -51,6 +51,7 @@ def rebuild(
     planned = plan(given)
     if planned.per_step is not None and planned.dataset.owners is not None:
         raise app.UsageError(f"{folder}: --loss=composite is audited where the unit is one row.")
+    # Both in the types of JSON, in which a tuple is a list.
     if json.loads(json.dumps(planned.mechanism.facts)) != run.mechanism:
         raise app.UsageError(f"{folder}: expected the mechanism of run.json. Restore its data.")
     dataset = inputs.with_features(given, planned.dataset)
@@ -59,11 +60,11 @@ def rebuild(
         # The run's answers are read, because a second query spends privacy again.
         moments = inputs.read_moments(folder / MOMENTS, planned.normalization)
     dataset = inputs.with_scale(given, dataset, moments)
-    first = first_parameters(planned.model, dataset, planned.earlier)
-    released = released_params(folder, first)
+    first_params = first_parameters(planned.model, dataset, planned.earlier)
+    released = released_params(folder, first_params)
     if dataset.owners is not None:
         planned, dataset = of_persons(planned, dataset)
-    return Rebuilt(run, planned, dataset, first, released)
+    return Rebuilt(run, planned, dataset, first_params, released)
 
 
 def flags_of(run: SavedRun) -> flags.FlagValues:
@@ -116,7 +117,9 @@ def of_persons(planned: Planned, dataset: dpjax.data.Dataset) -> tuple[Planned, 
     rows[owners[used], numbers[used]] = order[used]
     real[owners[used], numbers[used]] = True
     x, y = dataset.train
-    units = dpjax.sampling.poisson(dataset.units, planned.mechanism.batch_size)
-    mechanism = dataclasses.replace(planned.mechanism, sampling=units, unit="")
+    # An example of the new data is a person, so the sampler draws examples. The empty
+    # unit is that of the sampler.
+    sampler = dpjax.sampling.poisson(dataset.units, planned.mechanism.batch_size)
+    mechanism = dataclasses.replace(planned.mechanism, sampling=sampler, unit="")
     stacked = dataset._replace(train=((x[rows], y[rows]), real), owners=None)
     return planned._replace(mechanism=mechanism, persons=True), stacked

@@ -54,9 +54,9 @@ def attack_shadows(rebuilt: Rebuilt, count: int) -> Iterator[Attack]:
         scores[number] = odds(_trained(rebuilt, rows, keys[number]), attacked)
         left = (time.time() - began) / (number + 1) * (count - number - 1)
         print(f"shadow model {number + 1} of {count}, {duration(left)} left", file=sys.stderr)
-    target = np.asarray(odds(rebuilt.released, attacked))
+    released_odds = np.asarray(odds(rebuilt.released, attacked))
     for name, online in (("LiRA, online", True), ("LiRA, offline", False)):
-        ratios = auditing.lira(target, scores, joined, online=online)
+        ratios = auditing.lira(released_odds, scores, joined, online=online)
         pair = (ratios[:size], ratios[size:])
         yield attack_of(f"{name}, {count} shadow models", rebuilt, pair, members, others)
 
@@ -64,8 +64,9 @@ def attack_shadows(rebuilt: Rebuilt, count: int) -> Iterator[Attack]:
 def _trained(rebuilt: Rebuilt, rows: Any, key: dpjax.types.Key) -> Any:
     """The parameters that the run's algorithm releases after training on other rows."""
     planned = rebuilt.planned
+    # Only the steps run again: the queries of the run are answered, and its earlier runs are over.
     mechanism = dataclasses.replace(planned.mechanism, preparation=(), before=())
     algorithm = planned.algorithm(mechanism, rows)
-    state = algorithm.init(rebuilt.first, key)
+    state = algorithm.init(rebuilt.first_params, key)
     state, _ = dpjax.fit(algorithm, state, evaluate_every=mechanism.steps, progress=False)
     return held(training.averaged(state.optimizer))

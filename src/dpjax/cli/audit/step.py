@@ -22,7 +22,10 @@ _MOST = 512  # rows among which the canary is chosen
 
 
 def audit_step(rebuilt: Rebuilt, pairs: int) -> auditing.Separation:
-    """Measures the first step with the row whose clipped gradient is longest."""
+    """Measures the first step with a canary.
+
+    Of up to 512 rows it is the one whose clipped gradient is longest.
+    """
     dataset = rebuilt.dataset
     planned = rebuilt.planned
     mechanism = planned.mechanism
@@ -30,7 +33,7 @@ def audit_step(rebuilt: Rebuilt, pairs: int) -> auditing.Separation:
     rows = jax.tree.map(lambda leaf: jnp.asarray(leaf[places]), dataset.train)
     if planned.per_step is not None:  # the loss takes the epoch, which is 0 in the first step
         rows = (*rows, jnp.zeros(len(places), jnp.int32))
-    clipped = dpjax.clipped_grad(planned.of_example, mechanism.clipping)(rebuilt.first, rows)
+    clipped = dpjax.clipped_grad(planned.of_example, mechanism.clipping)(rebuilt.first_params, rows)
     # A dropped row has factor 0 and a norm that is not finite, and moves nothing.
     clipped_norms = np.nan_to_num(np.asarray(clipped.factors * clipped.norms))  # [rows, groups]
     lengths = np.linalg.norm(clipped_norms, axis=1)
@@ -44,7 +47,7 @@ def audit_step(rebuilt: Rebuilt, pairs: int) -> auditing.Separation:
     return auditing.audit_algorithm(
         build,
         mechanism.sampling,
-        rebuilt.first,
+        rebuilt.first_params,
         int(places[np.argmax(lengths)]),
         pairs=pairs,
         confidence=_CONFIDENCE,

@@ -129,7 +129,7 @@ def clipping(figure: Figure, run: SavedRun) -> str:
         band(axes, run.steps, cosine, "clay", "cosine of clipped and unclipped mean")
         sentence += f"; the cosine was {_end(cosine, '{:.2f}')}"
         lowest = min(0, np.nanmin(cosine))
-    axes.set_ylim(1.05 * lowest - 0.03, 1.03)
+    axes.set_ylim(1.05 * lowest - 0.03, 1.03)  # a margin shows lines at 0 and 1
     legend(axes)
     return f"{sentence}.{_groups(above)}"
 
@@ -212,16 +212,18 @@ def confusion(figure: Figure, run: SavedRun) -> str:
     counts = np.asarray(metrics.confusion(*_predictions(run)))  # [true class, predicted class]
     size = len(counts)
     share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    figure.set_size_inches(WIDTH, 4.6)
+    figure.set_size_inches(WIDTH, 4.6)  # nearly a square, as the matrix is
     axes = panel(figure, "predicted class", "true class")
     edges = np.arange(size + 1) - 0.5
     # A small fraction stays visible at an opacity of 0.1. Columns are along x, the first axis.
     _cells(axes, edges, edges, np.where(counts, 0.1 + 0.9 * share, 0).T)
+    # Class 0 is the top row.
     axes.set(xlim=(-0.5, size - 0.5), ylim=(size - 0.5, -0.5), aspect="equal")
     if size <= _FEW:
         axes.set_xticks(range(size))
         axes.set_yticks(range(size))
         for row, column in np.argwhere(counts):
+            # A number on a dark cell is light.
             ink = "paper" if share[row, column] > 0.5 else "ink"
             look = {"ha": "center", "va": "center", "color": PALETTE[ink], "fontsize": 7.5}
             axes.text(column, row, str(counts[row, column]), **look)
@@ -248,6 +250,7 @@ def calibration(figure: Figure, run: SavedRun) -> str:
     figure.set_size_inches(WIDTH, 4.0)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     above.plot([0, 1], [0, 1], "--", color=PALETTE["muted"], linewidth=1, label="confidence")
+    # A line from each dot to the dashed line is its error.
     above.vlines(confidence[filled], confidence[filled], rates[filled], color=_BLUE)
     # The root keeps small bins visible: the last one usually holds most predictions.
     areas = 8 + 90 * np.sqrt(counts[filled] / counts.sum())
@@ -379,6 +382,7 @@ def _histograms(figure: Figure, run: SavedRun, norms: np.ndarray, bounds: np.nda
     shown = min(norms.shape[1], _GROUPS)
     columns = min(shown, _COLUMNS)
     rows = -(-shown // columns)
+    # A single row is as high as other figures.
     figure.set_size_inches(WIDTH, 1.6 * rows if rows > 1 else 2.9)
     grid = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes in grid[shown:]:
@@ -412,7 +416,7 @@ def _histogram(axes: Axes, norms: np.ndarray, bound: float) -> None:
     # The axis has at most four decades; the first bin holds all norms below.
     shortest = float(norms.min(initial=longest, where=norms > 0))
     low = max(shortest / 1.1, longest * 1e-4)
-    edges = np.geomspace(low, 1.1 * longest, 41)
+    edges = np.geomspace(low, 1.1 * longest, 41)  # of 40 bins
     counts, _ = np.histogram(np.maximum(norms, low), edges)
     axes.stairs(counts, edges, fill=True, color=_BLUE, alpha=0.55)
     axes.set_xscale("log")

@@ -19,7 +19,7 @@ from dpjax.cli.report.style import WIDTH, canvas, png, style
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_PRIVATE = "private/"
+_PREFIX_OF_PRIVATE = "private/"  # of names that `live_plot` takes
 _PIXELS = 540  # fewer than the image has: sharp on screens of high resolution
 
 
@@ -64,9 +64,10 @@ def _figure(rows: list[dict[str, Any]], names: Sequence[str]) -> bytes:
     """The numbers of these names against epsilon, one below the other, as PNG."""
     if not names:
         raise Missing("the log has no number, as evaluate=... returns and 'private/loss' is")
+    # Rows are all that the figure needs; no file is read, and the path stays empty.
     run = SavedRun(pathlib.Path(), rows)
     badge = of_what_was_released(run)
-    if any(name.startswith(_PRIVATE) for name in names):
+    if any(name.startswith(_PREFIX_OF_PRIVATE) for name in names):
         badge = PRIVATE
     with style():
         figure = canvas(WIDTH, 0.5 + 1.9 * len(names))
@@ -79,7 +80,7 @@ def _draw(axes: Axes, run: SavedRun, name: str) -> None:
     """Draws one number of the log, or empty axes before its first value."""
     path = [name]
     color = "blue"
-    if name.startswith(_PRIVATE):
+    if name.startswith(_PREFIX_OF_PRIVATE):
         # The rest is one name, since a name of `evaluate` may hold a slash.
         path = name.split("/", 1)
         color = "clay"

@@ -39,6 +39,7 @@ def measured(run: SavedRun) -> dict[str, float]:
     """The `MEASURES` of the last row; balanced accuracy only if classes differ in size."""
     last = {name: number(run.rows[-1].get(name)) for name in MEASURES}
     guess = guessed(run)
+    # They differ if the largest class has half as many examples again as an average one.
     differ = guess.get("accuracy", 0) > 1.5 * guess.get("balanced_accuracy", 1)
     if not differ:
         del last["balanced_accuracy"]
@@ -56,6 +57,7 @@ def guessed(run: SavedRun) -> dict[str, float]:
         return {}
     _, counts = np.unique(labels, return_counts=True)
     return {
+        # Rounded as `SavedRun.accuracy` is, with which it is compared.
         "accuracy": round(float(counts.max() / labels.size), 6),
         "balanced_accuracy": 1 / counts.size,
         "auroc": 0.5,
@@ -86,6 +88,7 @@ def first_and_guess(run: SavedRun) -> str:
 def others_and_guess(run: SavedRun) -> str:
     """The measures after the first one, each with that of a guess, in words."""
     guess = guessed(run)
+    # A run without measures has no others either; the pair is only there to be the first one.
     _, *others = measured(run).items() or [("", 0.0)]
     words = []
     for name, value in others:

@@ -132,6 +132,7 @@ def svg(figure: Figure, name: str, label: str) -> str:
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(file, format="svg", transparent=True, metadata=nothing)
     text = file.getvalue()
+    # The first box is that of the figure; it is empty if the SVG has none.
     boxes = [*re.findall(r'viewBox="([^"]*)"', text), ""]
     opening = (
         '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '

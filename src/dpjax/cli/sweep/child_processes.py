@@ -49,7 +49,7 @@ def run_all(
                     if child.returncode == 0:
                         (folder / FINISHED).touch()
                     yield folder, child.returncode, time.time() - began
-            time.sleep(0.05)
+            time.sleep(0.05)  # between two looks at the children, in seconds
     finally:
         # All children stop together, and save, before this process ends.
         for child, _ in running.values():

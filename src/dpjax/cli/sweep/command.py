@@ -277,6 +277,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def costs(given: flags.FlagValues, runs: Runs) -> tuple[dict[str, Any], str]:
     """The cost of the search, as numbers and in words."""
     done = finished(runs)
+    # A guarantee at the smallest delta of the runs holds at the others too.
     delta = min(read(folder, arrays=False).delta for folder in done)
     begun = [folder for folder in runs if folder in done or (folder / "run.json").exists()]
     spent = [search_cost.spent_in(folder) for folder in begun]

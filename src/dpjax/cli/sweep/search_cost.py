@@ -41,6 +41,7 @@ class Spent(NamedTuple):
     @property
     def event(self) -> dp_accounting.DpEvent:
         """The event of these steps and of earlier runs."""
+        # An infinite bound limits no gradient, so no noise protects the sum.
         if self.steps and math.inf in map(float, self.mechanism["clipping"]["bounds"]):
             return dp_accounting.NonPrivateDpEvent()
         runs = mechanism.Spent.of_run(self.mechanism, self.steps)
@@ -49,8 +50,9 @@ class Spent(NamedTuple):
 
 def spent_in(folder: pathlib.Path) -> Spent:
     """The cost of a run, finished or not."""
-    mechanism = read_json(folder / "run.json")["mechanism"]
-    return Spent(mechanism, training.earlier(folder)[-1].steps)
+    described = read_json(folder / "run.json")["mechanism"]
+    # The last entry is of this run, and the others of the runs before it.
+    return Spent(described, training.earlier(folder)[-1].steps)
 
 
 def prices(
@@ -67,6 +69,7 @@ def prices(
         method = accounting.tightest(event, relation)
         return accounting.epsilon(event, delta, method, relation), method
 
+    # Most runs have equal events, and accounting takes seconds. Events have no hash, but a text.
     different_events = list({repr(run.event): run.event for run in runs}.values())
     one, by_one = max(cost(event) for event in different_events)
     every_run, by_every = cost(accounting.compose(*(run.event for run in runs)))

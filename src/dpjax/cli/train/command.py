@@ -135,7 +135,7 @@ def plan(given: flags.FlagValues) -> Planned:
         classes = dataset.classes or 1  # a regression has one output
         examples = dataset.units
         unsearched.apply(given, examples)
-        # Calibration can take minutes at such a delta.
+        # This check comes before calibration, which can take minutes at such a delta.
         if given.delta * examples >= 1:
             raise ValueError(
                 f"--delta={given.delta:g}: expected less than 1/{examples}, since publishing one "
@@ -310,6 +310,7 @@ def describing(given: flags.FlagValues, dataset: data.Dataset) -> Callable[[Any]
         facts["declared"] = data.Columns.read(given.columns).declared
     if unsearched.is_whole(given):
         facts["settings"] = planning.NO_SETTING
+    # A fact that this run does not have is left out: a target has no classes.
     facts = {name: fact for name, fact in facts.items() if fact}
 
     def describe(params: Any) -> None:
@@ -325,6 +326,7 @@ def describing(given: flags.FlagValues, dataset: data.Dataset) -> Callable[[Any]
 def report(given: flags.FlagValues, dataset: data.Dataset) -> None:
     """Prints the results of a run that has ended, and writes its page."""
     folder = pathlib.Path(given.out)
+    # The references are long, and stay in the file.
     print((folder / "statement.txt").read_text().partition("\n\nReferences\n")[0])
     run = read(folder)
     config = read_json(folder / "config.json")

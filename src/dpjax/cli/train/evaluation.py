@@ -107,12 +107,14 @@ def spread(examples: int, most: int) -> np.ndarray:
 
 def outputs_of(model: nn.Module, params: Any, x: Any) -> Any:
     """The outputs of the model for each row."""
+    # 500 rows at a time: the activations of all test rows may not fit into memory.
     return jax.lax.map(lambda row: model.apply({"params": params}, row), x, batch_size=500)
 
 
 def quantities(values: Any, target_range: tuple[float, float] | None) -> np.ndarray:
     """Predictions or targets in the units of the file."""
-    values = np.asarray(values, np.float64).reshape(len(values))
+    values = np.asarray(values, np.float64).reshape(len(values))  # [rows]; outputs are [rows, 1]
+    # The model learns a declared range as [-1, 1]. Without a range numbers stay as they are.
     low, high = target_range or (-1, 1)
     return low + (values + 1) / 2 * (high - low)
 
@@ -154,7 +156,7 @@ def rehearse(
     # JAX clamps a label beyond the outputs to the last one, without an error.
     if getattr(outputs, "shape", None) != (classes,):
         raise ValueError(f"the model returns {outputs} for an example; expected {classes} numbers.")
-    number = jax.ShapeDtypeStruct((), jnp.int32)
+    number = jax.ShapeDtypeStruct((), jnp.int32)  # in the place of the label and of the epoch
     example = (x, number, number) if epochs else (x, number)
     jax.eval_shape(jax.grad(losses.of(model, loss)), fresh, example)
     mechanism.clipping.partition.assign(fresh)  # raises if it was made for another model

@@ -45,6 +45,7 @@ def input_shape(given: flags.FlagValues, dataset: data.Dataset) -> jax.ShapeDtyp
     row = jax.eval_shape(scattering.scatter, jax.ShapeDtypeStruct((1, *x.shape), x.dtype))
     moments = None
     if given.normalization == "data":
+        # A mean and a variance for each channel, which is the last axis of features.
         channels: Any = jax.ShapeDtypeStruct(row.shape[-1:], row.dtype)
         moments = features.Moments(channels, channels)
     return jax.eval_shape(lambda row, moments: scale(given, row, moments)[0], row, moments)
@@ -88,6 +89,7 @@ def release_once(
     # The lock and the file prevent a second query, which no card counts.
     with held(path.parent, "moments.lock"):
         if not path.exists():
+            # `fit` refuses the folder of another run too, but only after this query is spent.
             if (path.parent / "run.json").exists():
                 raise dpjax.ledger.Refused(f"{path.parent}: another run is there.")
             key = noise.secret_key() if seed is None else jax.random.key(seed)
