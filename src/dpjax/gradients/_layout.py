@@ -95,6 +95,7 @@ def _layout(request: Request, loss: Traced, params: PyTree, example: PyTree) -> 
             # Host devices share the caches, so the estimate is for all of them together.
             size = max(1, together // shares)
         else:
+            # An accelerator has memory of its own, and its share is at most an even part.
             size = min(together, -(-batch_size // shares))
     return Layout(size, mesh, axes)
 

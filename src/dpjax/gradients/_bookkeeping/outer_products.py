@@ -270,7 +270,7 @@ def _transposed(
     )
     for (low, _), dilation, spread, entries, input_pixels, output_pixels in sides:
         # Input pixel q meets entry k of the kernel at output pixel q * dilation + low - k * spread.
-        # They reach from the last entry at the first pixel to the first entry at the last pixel.
+        # The first of these is that of the last k and q = 0, the last that of k = 0 and the last q.
         before = (entries - 1) * spread - low
         after = (input_pixels - 1) * dilation + low - (output_pixels - 1)
         padding.append((before, after))
@@ -299,6 +299,7 @@ def _transposed(
 
     one_block_of_x = jnp.expand_dims(x, lead)
     one_block_of_g = jnp.expand_dims(jnp.swapaxes(patch, -1, -2), lead)
+    # No `LeafAxes`, which two uses compare: the entries are flipped here.
     return Outer((one_block_of_x,), one_block_of_g, place, None)
 
 
