@@ -73,7 +73,7 @@ def predicted(
         target_range = None if columns is None else columns.target_range
         numbers = quantities(outputs, target_range)
         return written(["prediction"], [[f"{number:.6g}"] for number in numbers])
-    # By label, which is a text as all keys of JSON are.
+    # The keys are labels, as text: JSON has no other keys.
     class_names = config.get("class_names") or {str(label): str(label) for label in range(classes)}
     words = [class_names[str(label)] for label in range(classes)]
     lines = []

@@ -103,7 +103,7 @@ def paced(
             m_hat = m / (1 - b1**step)
             v_hat = v / (1 - b2**step)
             square = jnp.maximum(v_hat, variance.astype(v.dtype))
-            # Without noise, a leaf whose gradients were all 0 has 0 / 0 here; it does not move.
+            # A leaf whose gradients were all 0, without noise, has 0 / 0 here; it does not move.
             direction = m_hat / jnp.sqrt(jnp.where(square > 0, square, 1))
             return (-rate * direction).astype(m.dtype)
 

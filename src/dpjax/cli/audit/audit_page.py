@@ -48,7 +48,7 @@ def _curves(attacks: Sequence[Attack], run: SavedRun) -> str:
         rates = np.geomspace(1e-4, 1, 200)
         axes.plot(rates, rates, color=style.PALETTE["muted"], linewidth=0.8)  # guessing
         # A guarantee bounds the members found by exp(epsilon) times the false alarms, plus delta.
-        # From an epsilon of 50 on, this is 1 at all drawn rates.
+        # This is 1 at all drawn rates from an epsilon of 50 on.
         claim = np.minimum(np.exp(min(run.epsilon, 50)) * rates + run.delta, 1)
         axes.plot(rates, claim, color=style.PALETTE["blue"], linewidth=0.8)
         for attack, color in zip(attacks, style.SERIES[1:], strict=False):

@@ -24,7 +24,7 @@ _MOST = 512  # rows among which the canary is chosen
 def audit_step(rebuilt: Rebuilt, pairs: int) -> auditing.Separation:
     """Measures the first step with a canary.
 
-    Of up to 512 rows it is the one whose clipped gradient is longest.
+    The canary is the row whose clipped gradient is longest among up to 512 rows.
     """
     dataset = rebuilt.dataset
     planned = rebuilt.planned

@@ -44,7 +44,7 @@ def apply(given: flags.FlagValues, examples: int) -> None:
     if not given["steps"].present and not given["epochs"].present:
         steps = size.steps
         values["epochs"] = steps * batch / examples  # from which `build_mechanism` has the steps
-    # Rule and optimizer are those of `dpjax.plan`.
+    # `dpjax.plan` has this rule and this optimizer too.
     if not any(given[name].present for name in _BOUNDS):
         values.update(clipping="automatic", bound=1.0)
     if not any(given[name].present for name in _RATES):
