@@ -357,7 +357,7 @@ def random_like(
         # The key is that of the first leaf: a run keeps its noise when later leaves change.
         run_key = jax.random.fold_in(key, len(values))
         options = {}
-        if use is not None and values and not parts:  # `parts` does not wait
+        if use is not None and values and not parts:  # `parts` has no such option
             options = {"after": values[-1]}
         draw = parts or cut_from_one
         for numbers in draw(run_key, shapes, wide(run[0].dtype), **options):

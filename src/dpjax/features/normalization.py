@@ -165,11 +165,12 @@ class Normalization:
         search = self.thresholds
         if not isinstance(search, Search):
             return search[query]
-        norms = trees.group_norms(rows, (0,), 1)  # [examples, 1]
+        norms = trees.group_norms(rows, (0,), 1)  # the rows as one group: [examples, 1]
         bin_of = jnp.searchsorted(jnp.asarray(search.edges), norms)
         bin_of = jnp.minimum(bin_of, search.bins - 1)
         # An example adds one vote, or none if its norm is not finite. [examples, bins]
         votes = jnp.where(jnp.isfinite(norms), jax.nn.one_hot(bin_of[:, 0], search.bins), 0)
+        # Streams 2 and 3, behind those of the two queries themselves.
         counts = _release(key, 2 + query, votes, 1.0, search.noise_multiplier)
         # The number of examples is public, and has no noise as the sum of the counts has.
         wanted = search.quantile * self.examples

@@ -95,6 +95,7 @@ def _layout(request: Request, loss: Traced, params: PyTree, example: PyTree) -> 
             # Host devices share the caches, so the estimate is for all of them together.
             size = max(1, together // shares)
         else:
+            # An accelerator has memory of its own, and its share is at most an even part.
             size = min(together, -(-batch_size // shares))
     return Layout(size, mesh, axes)
 
@@ -214,7 +215,7 @@ def bytes_per_example(loss: Traced, params: PyTree, example: PyTree, engine: str
 
     stored = _total(program, varies, bytes_written)
     if engine != "ghost":
-        # Cotangents and scaled copies of all values, and two gradients of every leaf.
+        # All values, their cotangents, scaled copies of both, and two gradients of every leaf.
         return 4 * stored + 2 * _bytes(leaves)
     # This is the trace of the engine, so the forecast knows the materialised leaves.
     traced = loss.program(params, example)

@@ -51,6 +51,7 @@ def augmented(
     """
     views = checks.whole("losses.augmented", "views", views)
     checks.key("losses.augmented", key)
+    # Engines map the loss over examples, and each example needs draws of its own.
     key = trees.mappable(jax.random.fold_in(key, Purpose.VIEWS))
 
     def mean_loss(params: PyTree, example: tuple[Any, ...]) -> Float[Array, ""]:

@@ -70,7 +70,7 @@ def normal_in_parts(
 
     So a mesh has the noise of one device. On one device `standard_normal` takes half the time.
     """
-    secret = jax.random.bits(key, (2,), jnp.uint32)
+    secret = jax.random.bits(key, (2,), jnp.uint32)  # as in `standard_normal`
     count = sum(map(math.prod, shapes))
     if count > 2**32:  # places are 32-bit words: further numbers repeat the first ones
         raise ValueError(

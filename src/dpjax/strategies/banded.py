@@ -119,6 +119,7 @@ def banded(
             f"{call}(learning_rates): expected error='mean' and at most {LARGEST_MATRIX} steps."
         )
     if normalized is None:
+        # Where columns of a pattern do not overlap, the sensitivity is exact with norms of 1 too.
         normalized = bands <= participation.separation or participation.most == 1
     return Toeplitz(
         name=f"banded, {bands} bands",

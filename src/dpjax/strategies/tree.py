@@ -91,7 +91,8 @@ class Tree(Strategy):
     def _next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
         """The noise of a step, given the noise sums of the left siblings above it.
 
-        The memory of a leaf of the parameters has a sum for each level.
+        It is z over the root of its precision, plus these sums times their `_weights`. The memory
+        of a leaf of the parameters has a sum for each level.
         """
         levels = self.remembers
         step = jnp.asarray(step)

@@ -242,6 +242,7 @@ def foresee(leaf: Shape, sites: Sequence[Site], index: int) -> Choice:
             if others:
                 choice = choice._replace(rule=f"{choice.rule} + common")
             # Inner products with a common gradient take a product as large as the forward pass.
+            # Positions are between the axis of examples and that of outputs.
             positions = sum(math.prod(cotangents[k].shape[1:-1]) for k in others)
             more = max(1, positions) * len(common) * leaf.size
             choice = choice._replace(operations=choice.operations + more)

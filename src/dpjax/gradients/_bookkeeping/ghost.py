@@ -49,7 +49,7 @@ class _LeafUses(NamedTuple):
 
 
 def ghost(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTree) -> ClippedSum:
-    """The clipped sum; an engine as in `dpjax.gradients.batching`."""
+    """The clipped sum of a batch by book-keeping: an engine as in `dpjax.gradients.batching`."""
     leaves = wide_leaves(params)
     groups = rule.partition.assign(params)  # the group of each leaf
     losses, aux, entries, gradients = backward(loss, params, rows.batch)
@@ -78,6 +78,7 @@ def _with_norms(
     for i, gradient in gradients.items():
         norms = trees.group_norms([gradient], (0,), 1)[:, 0]  # the leaf as the only group
         uses_of_leaves[i] = _LeafUses(norms**2, Pieces([gradient]))
+    # From here on the entries are those with a gradient for each example.
     entries, commons = divided(entries, leaves)
     behind_kernels = gradients_behind_kernels(entries, leaves)
     for i, leaf_entries in entries.items():

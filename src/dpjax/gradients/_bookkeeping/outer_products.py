@@ -270,7 +270,7 @@ def _transposed(
     )
     for (low, _), dilation, spread, entries, input_pixels, output_pixels in sides:
         # Input pixel q meets entry k of the kernel at output pixel q * dilation + low - k * spread.
-        # They reach from the last entry at the first pixel to the first entry at the last pixel.
+        # The first of these is that of the last k and q = 0, the last that of k = 0 and the last q.
         before = (entries - 1) * spread - low
         after = (input_pixels - 1) * dilation + low - (output_pixels - 1)
         padding.append((before, after))
@@ -299,6 +299,7 @@ def _transposed(
 
     one_block_of_x = jnp.expand_dims(x, lead)
     one_block_of_g = jnp.expand_dims(jnp.swapaxes(patch, -1, -2), lead)
+    # No `LeafAxes`, which two uses compare: the entries are flipped here.
     return Outer((one_block_of_x,), one_block_of_g, place, None)
 
 
@@ -340,7 +341,7 @@ def gather(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
     rows = site.shape[0]
     is_inside = (indices >= 0) & (indices < rows)
     if parameters["mode"] != jax.lax.GatherScatterMode.CLIP:
-        # Other modes drop the gradient of an index outside; CLIP moves it to the last row.
+        # Other modes drop the gradient of an index outside; CLIP moves it to the first or last row.
         g = jnp.where(is_inside[..., None], g, 0)
     indices = jnp.clip(indices, 0, rows - 1)
     axes = _leaf_axes(site, (), [0], list(range(1, len(site.shape))))

@@ -160,6 +160,7 @@ def _multiplied(equation: JaxprEqn, view: View, data: Any, operand: int) -> Rewr
         if view_axis == 1:
             # The data meet the transpose, which is b.T @ a.T.
             a, b = b.T, a.T
+        # [*free axes of the data, thin], and then [*free axes of the data, free axis of the view]
         y = jnp.tensordot(x, a, ((data_axis,), (0,)), precision=precision)
         y = jnp.tensordot(y, b, 1, precision=precision)
         if operand == 1:

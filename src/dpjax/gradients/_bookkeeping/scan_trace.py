@@ -69,6 +69,7 @@ def scan_sites(equation: JaxprEqn, inputs: list[Any], book: Book, walk: Walk) ->
             # A view may read leaves that are behind a `stop_gradient`: it is not trained.
             arguments[i] = inner.enter(j, arguments[i], trained=bool(view.leaves))
         outputs = walk(program.jaxpr, program.consts, arguments, inner)
+        # No view leaves the body, neither in the carry nor in an output of the round.
         return plain(outputs, inner, "the carry of a scan")
 
     one_row = trees.one_row(rows)

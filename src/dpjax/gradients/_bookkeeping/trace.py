@@ -41,6 +41,7 @@ def trace(loss: LossFn, params: PyTree, example: PyTree) -> Program:
         book.sizes = {i: leaf.size for i, leaf in enumerate(leaves)}
         entering = [book.enter(i, leaf) for i, leaf in enumerate(leaves)]
         value, *aux = _walk(closed.jaxpr, closed.consts, [*entering, *inputs], book)
+        # No gradient is taken of aux, so a view there materialises nothing.
         return [*plain([value], book, "the result"), *plain(aux)]
 
     leaves = jax.tree.leaves(params)

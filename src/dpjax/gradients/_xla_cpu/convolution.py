@@ -215,7 +215,7 @@ def _kernel_cotangent(
     input_batch, channel_axis, *input_space = numbers.lhs_spec
     output_batch, output_axis, *output_space = numbers.out_spec
     # Examples are the last axis of the images, because XLA computes such convolutions fast in a
-    # loop.
+    # loop. Images are [channels, *space, examples], and the kernel [*space, examples, outputs].
     images = jnp.transpose(x, (channel_axis, *input_space, input_batch))
     kernel = jnp.transpose(cotangent, (*output_space, output_batch, output_axis))
     # The barrier keeps XLA from folding the transposes into the form that it runs slowly.
