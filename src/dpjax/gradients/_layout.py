@@ -215,7 +215,7 @@ def bytes_per_example(loss: Traced, params: PyTree, example: PyTree, engine: str
 
     stored = _total(program, varies, bytes_written)
     if engine != "ghost":
-        # Cotangents and scaled copies of all values, and two gradients of every leaf.
+        # All values, their cotangents, scaled copies of both, and two gradients of every leaf.
         return 4 * stored + 2 * _bytes(leaves)
     # This is the trace of the engine, so the forecast knows the materialised leaves.
     traced = loss.program(params, example)

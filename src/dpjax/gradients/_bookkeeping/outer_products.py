@@ -341,7 +341,7 @@ def gather(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
     rows = site.shape[0]
     is_inside = (indices >= 0) & (indices < rows)
     if parameters["mode"] != jax.lax.GatherScatterMode.CLIP:
-        # Other modes drop the gradient of an index outside; CLIP moves it to the last row.
+        # Other modes drop the gradient of an index outside; CLIP moves it to the first or last row.
         g = jnp.where(is_inside[..., None], g, 0)
     indices = jnp.clip(indices, 0, rows - 1)
     axes = _leaf_axes(site, (), [0], list(range(1, len(site.shape))))
