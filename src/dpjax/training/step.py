@@ -190,7 +190,7 @@ def release(recipe: Recipe, layout: Layout, state: State, sums: Sums) -> tuple[S
         lost=lost,
         bound_scale=state.bound_scale,
         below=seen.below,
-        in_parts=meshes.splits_parameters(layout.mesh),
+        in_parts=meshes.splits_parameters(layout.mesh),  # each device draws its part of the noise
     )
     if recipe.rescales:
         mean = jax.tree.map(lambda x: (x * scale).astype(x.dtype), mean)

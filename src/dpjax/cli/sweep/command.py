@@ -279,6 +279,7 @@ def costs(given: flags.FlagValues, runs: Runs) -> tuple[dict[str, Any], str]:
     done = finished(runs)
     # A guarantee at the smallest delta of the runs holds at the others too.
     delta = min(read(folder, arrays=False).delta for folder in done)
+    # No step runs before `run.json` exists.
     begun = [folder for folder in runs if folder in done or (folder / "run.json").exists()]
     spent = [search_cost.spent_in(folder) for folder in begun]
     prices = search_cost.prices(spent, delta, number_of_runs(given))
