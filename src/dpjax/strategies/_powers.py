@@ -54,7 +54,7 @@ def least_error(
         return float(values[0].real), np.imag(values) / _TINY
 
     minima = []
-    # Two starts, of which the better end counts: the slowest power falls to e^-3 or e^-0.3 during
+    # Two starts, and the better end counts. The slowest power falls to e^-3 or e^-0.3 during
     # the run (by e^-0.1 in a step if the run is short), and the fastest is gone after a few steps.
     for slowest in (3.0 / steps, 0.3 / steps):
         rates = np.geomspace(min(slowest, 0.1), 1.5, 2 * buffers)
