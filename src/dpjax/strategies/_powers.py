@@ -80,7 +80,8 @@ def variance(poles: Rates, zeros: Rates, steps: int, workload: Workload, error: 
     r"""The mean or last variance of W / c, a series of powers with weights $w_i$.
 
     The powers $p_i = e^{-\rho_i}$ are 1, the momentum and the zeros. Row t has the squared norm
-    $\sum_{ij} w_i w_j \sum_{\tau \le t} (p_i p_j)^\tau$.
+    $\sum_{ij} w_i w_j \sum_{\tau \le t} (p_i p_j)^\tau$. It grows with t, so the
+    last one is the maximal one.
     """
     constant_rates = [0.0]
     if workload.momentum:
