@@ -41,8 +41,8 @@ def from_first(make: Callable[[], T]) -> T:
             answer = pickle.dumps((True, make()))
         except Exception as error:  # raised below, in every process; also if pickling fails
             answer = pickle.dumps((False, error))
-    # The others give as many zeros, because a broadcast needs arrays of one shape. All unpickle
-    # bytes that a process of this run made, and never a file.
+    # The others give as many zeros, because a broadcast needs arrays of one shape. All unpickle the
+    # bytes of a process of this run, and never a file.
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(answer))))
     sent = np.frombuffer(answer or bytes(size), np.uint8)
     went_well, value = pickle.loads(bytes(multihost_utils.broadcast_one_to_all(sent)))

@@ -170,8 +170,8 @@ class Normalization:
         bin_of = jnp.minimum(bin_of, search.bins - 1)
         # An example adds one vote, or none if its norm is not finite. [examples, bins]
         votes = jnp.where(jnp.isfinite(norms), jax.nn.one_hot(bin_of[:, 0], search.bins), 0)
-        stream = 2 + query  # behind the streams of the two queries themselves
-        counts = _release(key, stream, votes, 1.0, search.noise_multiplier)
+        # Streams 2 and 3: the two queries themselves have 0 and 1.
+        counts = _release(key, 2 + query, votes, 1.0, search.noise_multiplier)
         # The number of examples is public, and has no noise as the sum of the counts has.
         wanted = search.quantile * self.examples
         is_enough = np.cumsum(np.asarray(counts, np.float64)) >= wanted

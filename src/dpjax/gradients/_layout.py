@@ -117,6 +117,7 @@ def run_laid_out(
     """
     devices = request.devices
     example = trees.one_row(rows.batch)
+    # In the order in which `run` takes them.
     arguments = {"params": params, "batch": rows, "key": key, "start": start, "frozen": frozen}
     mesh = meshes.automatic(devices) if isinstance(devices, Mesh) else meshes.of_host(devices or 1)
     if mesh is not None:

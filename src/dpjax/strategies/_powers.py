@@ -54,7 +54,7 @@ def least_error(
         return float(values[0].real), np.imag(values) / _TINY
 
     minima = []
-    # Two starts; the better end counts. The slowest power falls to e^-3 or e^-0.3 during
+    # Two starts, and the better end counts. The slowest power falls to e^-3 or e^-0.3 during
     # the run (by e^-0.1 in a step if the run is short), and the fastest is gone after a few steps.
     for slowest in (3.0 / steps, 0.3 / steps):
         rates = np.geomspace(min(slowest, 0.1), 1.5, 2 * buffers)
@@ -80,7 +80,8 @@ def variance(poles: Rates, zeros: Rates, steps: int, workload: Workload, error: 
     r"""The mean or last variance of W / c, a series of powers with weights $w_i$.
 
     The powers $p_i = e^{-\rho_i}$ are 1, the momentum and the zeros. Row t has the squared norm
-    $\sum_{ij} w_i w_j \sum_{\tau \le t} (p_i p_j)^\tau$.
+    $\sum_{ij} w_i w_j \sum_{\tau \le t} (p_i p_j)^\tau$. It grows with t, so the
+    last one is the maximal one.
     """
     constant_rates = [0.0]
     if workload.momentum:

@@ -40,6 +40,7 @@ def tapped(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> A
     view = views[operand]
     is_only_view = len(trained) == 1
     slices_of_leaves: Mapping[int, tuple[int, ...]] = {}
+    # An empty view has no entry that `unscaled` could take.
     if is_only_view and known(equation.primitive.name).entrywise and view.value.size:
         slices_of_leaves = slices(view)
     # The tap is zero: it changes no value, and its cotangent is the output's.

@@ -179,8 +179,8 @@ def _axes(equation: JaxprEqn, views: Sequence[View], source: View | None) -> tup
     name = equation.primitive.name
     if name == "transpose":
         return tuple(source.axes[axis] for axis in equation.params["permutation"])
-    # A change of sign keeps the norm at one site, but not inner products of two sites. The three
-    # other primitives change the axes or their entries in a way that no transpose does.
+    # A change of sign keeps the norm at one site, but not inner products of two sites. After the
+    # three other primitives the result is not a transpose of the leaf.
     negates = name == "neg" or (name == "sub" and views[1] is source)
     if negates or name in {"reshape", "squeeze", "rev"}:
         return None

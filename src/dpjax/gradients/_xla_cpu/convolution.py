@@ -102,6 +102,7 @@ def _neighbours(parameters: dict[str, Any], x: Array, kernel: Array) -> int:
     channels_at = numbers.out_spec[1]
     neighbours_at = numbers.out_spec[-1]
     channels_last = channels_at == x.ndim - 1 and neighbours_at == x.ndim - 2
+    # The limits are for float32, and the forms below have one group and no dilation.
     if not channels_last or x.dtype != jnp.float32 or is_dilated or is_grouped:
         return 1
     output_axis, input_axis, *kernel_space = numbers.rhs_spec
