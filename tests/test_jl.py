@@ -221,6 +221,16 @@ def test_without_sampling_few_projections_prove_nothing(projections):
     assert accounting.delta(event, 1.0, "pld") == 1.0
 
 
+def test_runs_with_equal_steps_compose():
+    step = ProjectedGaussianDpEvent(40.0, 30)
+    two_runs = dp_accounting.ComposedDpEvent(
+        [dp_accounting.SelfComposedDpEvent(step, n) for n in (2, 3)]
+    )
+    one_run = dp_accounting.SelfComposedDpEvent(step, 5)
+    together = accounting.epsilon(two_runs, 1e-5, "pld")
+    assert together == pytest.approx(accounting.epsilon(one_run, 1e-5, "pld"), rel=1e-9)
+
+
 @pytest.mark.slow
 def test_one_step_costs_the_mean_over_the_scale():
     """delta = E_s delta_Gauss(z / s), by an integral over the density of chi2."""

@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 SOURCES = ROOT / "src" / "dpjax"
 FOLDERS = {"src": SOURCES, "experiments": ROOT / "experiments", "tests": ROOT / "tests"}
 
-STATEMENTS = {"src": 17_200, "experiments": 7_700, "tests": 14_800}
+STATEMENTS = {"src": 17_400, "experiments": 7_800, "tests": 14_900}
 # Tokens on a line of code; per 1,000 statements; per cent.
 SHARES = {
     "src": {

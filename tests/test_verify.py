@@ -411,7 +411,11 @@ def test_the_card_of_another_run_is_not_accepted(tmp_path, capsys, honest):
     for facts_of_run, status, said in (
         ({"mechanism": honest["mechanism"], "randomness": "fresh"}, 0, ""),
         ({"mechanism": mechanism(steps=41).facts}, 1, "another mechanism than run.json"),
-        ({"mechanism": honest["mechanism"], "randomness": "supplied"}, 1, "another key than run"),
+        (
+            {"mechanism": honest["mechanism"], "randomness": "supplied"},
+            1,
+            "that the key was supplied",
+        ),
     ):
         (tmp_path / "run.json").write_text(json.dumps(facts_of_run))
         assert verify.main([str(tmp_path)]) == status

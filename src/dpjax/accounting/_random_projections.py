@@ -81,8 +81,9 @@ def with_projections(event: DpEvent, projections: int) -> DpEvent:
 def profile(steps: Steps, parts: Parts, neighbours: str) -> Profile:
     """The profile of parts with these steps, by loss distributions."""
     for q, z, r in steps:
-        # This step hides nothing: it has no noise, or it surely draws the example, which counts as
-        # unprotected with a large chance. `not >` is also true of NaN, which counts as no noise.
+        # A step without noise hides nothing, and NaN counts as no noise. A step that draws every
+        # example hides nothing either if the norm is likely to be estimated far too small. At a
+        # rate below 1 this chance is part of delta: see `_mixture`.
         if not z > BARE or (q == 1 and _beyond(z, r) >= _RARE):
             return profiles.gaussian(math.inf)
     # The mixture is over one random scale. Replace-one needs the joint law of two.
@@ -90,7 +91,8 @@ def profile(steps: Steps, parts: Parts, neighbours: str) -> Profile:
         raise ValueError(
             "accounting: random projections have no proof for 'replace-one'. Use 'add-or-remove'."
         )
-    if len(steps) < len(parts.foreign):
+    foreign_count = sum(count for _, count in parts.foreign)
+    if sum(steps.values()) < foreign_count:  # some foreign events have no estimated norms
         raise ValueError(
             f"accounting: random projections compose with Gaussians only, not {parts.named}."
         )

@@ -317,7 +317,9 @@ def _deviations(
     """
     from scipy.stats import chi2
 
-    squares = np.zeros(1)  # sums of squares, and how many numbers they have, by leaf
+    # For each leaf the sum of squares of its numbers, and how many they are: zeros of all leaves,
+    # until the first pair gives them their length.
+    squares = np.zeros(1)
     counts = np.zeros(1)
     for pair in range(pairs):
         leaves = zip(noise_of(2 * pair), noise_of(2 * pair + 1), strict=True)
@@ -325,7 +327,7 @@ def _deviations(
         differences = [(a - b) / math.sqrt(2) for a, b in leaves]
         squares = squares + np.array([np.sum(leaf**2) for leaf in differences])
         counts = counts + np.array([leaf.size for leaf in differences])
-    counts = np.maximum(counts, 1)
+    counts = np.maximum(counts, 1)  # an empty leaf has no number, and chi2 needs a degree
     quantiles = chi2(counts).ppf(risk / len(counts))
     return np.sqrt(squares / counts), np.sqrt(squares / quantiles)
 

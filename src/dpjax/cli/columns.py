@@ -19,7 +19,7 @@ _HEAD = """\
 #
 # The kinds: number (low, high), category (values), date (since, days, format), one label (values)
 # or one target (low, high), which is learnt, and ignore, for a column that is not an input, such as
-# the number of a patient.
+# the number of a patient. A column for `--unit_column` needs no table.
 """
 _FILL = '# fill = "?"  # what a gap counts as; without it a gap is an error'
 _DRAFTS = {
@@ -42,6 +42,10 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     print(_HEAD)
     for name, kind in kinds.items():
         # TOML needs quotes around names with other characters.
-        key = name if re.fullmatch(r"[\w-]+", name, re.ASCII) else json.dumps(name)
+        key = (
+            name
+            if re.fullmatch(r"[\w-]+", name, re.ASCII)
+            else json.dumps(name, ensure_ascii=False)
+        )
         word, _, _ = kind.partition(",")  # "date" of "date, day first"
         print("\n".join([f"[{key}]", f'kind = "{word}"', *_DRAFTS[kind], ""]))

@@ -57,7 +57,10 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
 
 
 def speed_of(loss: Any, model: Any, x: jax.ShapeDtypeStruct, most_rows: int | None) -> float:
-    """Examples a second of private steps, measured on rows of zeros; with ``most_rows`` persons."""
+    """The examples that private steps take in a second, measured on rows of zeros.
+
+    If ``most_rows`` is given, it is the most rows of a person, and persons are counted.
+    """
     rows = 1024  # all of them are in each batch
     batches = dpjax.sampling.poisson(rows, rows)
     if most_rows is not None:
@@ -70,9 +73,11 @@ def speed_of(loss: Any, model: Any, x: jax.ShapeDtypeStruct, most_rows: int | No
         noise_multiplier=1.0,
         steps=4,  # one that compiles, and three that are timed
     )
-    algorithm = dpjax.dpsgd(loss, planning.paced(mechanism), mechanism, data)
+    optimizer = planning.paced(mechanism)
+    algorithm = dpjax.dpsgd(loss, optimizer, mechanism, data)
     params = jax.jit(model.init)(jax.random.key(0), np.zeros(x.shape, x.dtype))["params"]
     state, _ = algorithm.step(algorithm.init(params))  # compiles
+    jax.block_until_ready(state.params)
     began = time.perf_counter()
     for _ in range(3):
         state, _ = algorithm.step(state)

@@ -148,6 +148,15 @@ def declared(
     columns: Mapping[str, Any], call: str, unit: str | None = None
 ) -> dict[str, Column | None]:
     """How all columns but ``unit`` are read. A column that is not read is None."""
+    blanks = []
+    for name, entries in columns.items():
+        is_read = isinstance(entries, Mapping) and entries.get("kind") != "ignore"
+        if name != unit and is_read:
+            blanks += [f"[{name}] {key}" for key, value in entries.items() if value == "?"]
+    if blanks:
+        raise ValueError(
+            f'{call}: "?" is still in {", ".join(blanks)}. Fill in each from public knowledge.'
+        )
     return {
         name: _declared(entries, f"{call}: [{name}]")
         for name, entries in columns.items()
@@ -186,7 +195,7 @@ def number_of(word: str) -> float:
         with contextlib.suppress(ValueError):
             value = float(word)
     if not math.isfinite(value):
-        raise ValueError(f"{word!r}; expected a finite number, such as 1.5")
+        raise ValueError(f"{word!r}; expected a finite number with a decimal point, such as 1.5")
     return value
 
 

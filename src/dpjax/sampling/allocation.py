@@ -124,8 +124,8 @@ def _batch_of_order(examples: int, batches: int, capacity: int) -> Callable[[Key
     def batch(epoch_key: Key, number: Any) -> Draw:
         for_order, for_sizes = jax.random.split(epoch_key)
         start, size = piece(for_sizes, number)
-        # `capacity` places of the order are read. Near its end they begin before the piece, because
-        # `permuted` may walk forever from a place beyond the order.
+        # A window of `capacity` places of the order is read. Near the end of the order the window
+        # begins before the piece, because `permuted` may walk forever from a place beyond the end.
         first = jnp.minimum(start, examples - capacity)
         indices = permuted(for_order, examples, np.arange(capacity), first)
         places = jnp.arange(capacity, dtype=jnp.int32)
@@ -134,6 +134,7 @@ def _batch_of_order(examples: int, batches: int, capacity: int) -> Callable[[Key
         # The draw is in the order of the data, so a stream reads forwards.
         ordered = jnp.sort(jnp.where(in_piece, indices, LARGEST))
         mask = places < size
+        # Padding must hold valid indices, and `LARGEST` is not one: any others of the window do.
         return Draw(jnp.where(mask, ordered, indices), mask)
 
     return batch

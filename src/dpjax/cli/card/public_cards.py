@@ -135,7 +135,12 @@ def registry_entry(folder: pathlib.Path) -> str:
     sampling = mechanism["sampling"]
     unit = mechanism["unit"]
     multipliers = [multiplier for multiplier, _ in mechanism["multiplier_and_steps"]]
-    attacks = [f"{upwards(true, '.3g')} at {false}" for false, true in card["true_positive_rates"]]
+    attacks = []
+    for false_positives, true_positives in card["true_positive_rates"]:
+        attacks.append(f"{upwards(true_positives, '.3g')} at {false_positives}")
+    digest = ""
+    if card.get("parameters") is not None:
+        digest = f"SHA-256 of the released parameters: {card['parameters']}"
     words = {
         "unit": f"one {unit}",
         "neighbours": f"{mechanism['neighbours']}, among {sampling['examples']:,} {unit}s",
@@ -146,7 +151,7 @@ def registry_entry(folder: pathlib.Path) -> str:
         f"Gaussian noise with multiplier {min(multipliers):.4g} to {max(multipliers):.4g}, by "
         f"dpjax {card['versions']['dpjax']}: {card['claim']}.",
         "composition": f"All steps and earlier runs on these data together, by {method}.",
-        "digest": f"SHA-256 of the released parameters: {card.get('parameters')}",
+        "digest": digest,
     }
     return _REGISTRY.format(
         epsilon=upwards(epsilon, ".3g"),

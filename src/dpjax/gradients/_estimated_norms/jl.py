@@ -18,7 +18,7 @@ from dpjax import noise, trees
 from dpjax.gradients._jaxprs import equations
 from dpjax.gradients.batching import Rows
 from dpjax.gradients.traced import Traced
-from dpjax.types import ClippedSum, Clipping, Key, LossFn, Purpose, PyTree
+from dpjax.types import ClippedSum, Clipping, Key, Purpose, PyTree
 
 
 def projected(
@@ -62,7 +62,7 @@ def _is_finite(tree: PyTree) -> Array:
 
 
 def estimated_norms(
-    loss: LossFn, projections: int, params: PyTree, batch: PyTree, key: Key
+    loss: Traced, projections: int, params: PyTree, batch: PyTree, key: Key
 ) -> Float[Array, "batch 1"]:
     """The root mean square of each example's inner products with random directions.
 
@@ -76,7 +76,8 @@ def estimated_norms(
 
         def product(example: PyTree) -> Array:
             def loss_of(params: PyTree) -> Array:
-                return loss(params, example)[0]
+                value, _ = loss(params, example)
+                return value
 
             _, derivative = jax.jvp(loss_of, (params,), (direction,))
             return derivative
@@ -89,7 +90,7 @@ def estimated_norms(
 
 
 def _one_by_one(
-    loss: LossFn, params: PyTree, batch: PyTree, factors: Float[Array, " batch"]
+    loss: Traced, params: PyTree, batch: PyTree, factors: Float[Array, " batch"]
 ) -> Any:
     """The weighted sum of gradients, in which a non-finite gradient contributes 0."""
 
