@@ -385,7 +385,7 @@ def _ratios(with_it: Sequence[Measurement], without: Sequence[Measurement]) -> I
             distance = np.linalg.norm(
                 np.asarray(leaf, np.float64) - np.asarray(leaf_without, np.float64)
             )
-            # Without noise this is infinite or NaN, which the caller takes for a broken law.
+            # This is infinite or NaN without noise, which the caller takes for a broken law.
             with np.errstate(divide="ignore", invalid="ignore"):
                 moved.append(distance / deviation)
         multiplier = present.multiplier

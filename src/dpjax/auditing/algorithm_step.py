@@ -317,8 +317,8 @@ def _deviations(
     """
     from scipy.stats import chi2
 
-    # For each leaf the sum of squares of its numbers, and how many they are: zeros of all leaves,
-    # until the first pair gives them their length.
+    # The sum of squares of each leaf's numbers, and how many they are. The first pair gives both
+    # their length.
     squares = np.zeros(1)
     counts = np.zeros(1)
     for pair in range(pairs):
@@ -337,7 +337,7 @@ def in_units(
 ) -> Float[np.ndarray, " keys"]:
     """The separation under each key, from the distance that each leaf moved."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        # Without noise a leaf that moved at all has an infinite shift.
+        # A leaf that moved at all without noise has an infinite shift.
         shifts = np.where(moved == 0, 0.0, moved / deviations)
     # Independent Gaussians separate by the root of the sum of squares.
     return np.linalg.norm(shifts, axis=1)

@@ -132,7 +132,7 @@ def opened(frame: Any, call: str) -> Table:
         name = path.stem
         call = f"{call}({os.fspath(frame)!r})"
         header, rows = read_table(path, call)
-        # From rows to columns.
+        # Rows become columns.
         frame = {column: [row[place] for row in rows] for place, column in enumerate(header)}
     if hasattr(frame, "column_names"):  # a table of Arrow, whose `columns` are not names
         frame = frame.to_pydict()

@@ -110,8 +110,8 @@ def load(path: pathlib.Path) -> dict[str, Any]:
     if not run.exists():
         return card
     facts = parsed(run)
-    # Whoever supplied a key may know the noise, so a card must not hide it. A card that claims a
-    # supplied key for a fresh one only promises less.
+    # A person who supplied a key may know the noise, so a card must not hide it. A card that claims
+    # a supplied key for a fresh one only promises less.
     if facts.get("randomness") == "supplied" and card.get("randomness") != "supplied":
         raise Unreadable(
             "run.json states that the key was supplied, and the card beside it does not."
