@@ -135,6 +135,9 @@ def registry_entry(folder: pathlib.Path) -> str:
     sampling = mechanism["sampling"]
     unit = mechanism["unit"]
     multipliers = [multiplier for multiplier, _ in mechanism["multiplier_and_steps"]]
+    noise = f"{min(multipliers):.4g}"
+    if max(multipliers) > min(multipliers):
+        noise += f" to {max(multipliers):.4g}"
     attacks = []
     for false_positives, true_positives in card["true_positive_rates"]:
         attacks.append(f"{upwards(true_positives, '.3g')} at {false_positives}")
@@ -148,7 +151,7 @@ def registry_entry(folder: pathlib.Path) -> str:
         f"rates of false positives: {', '.join(attacks)}.",
         "mechanisms": f"{card['steps']:,} steps of DP-SGD with {sampling['name']} batches of "
         f"{sampling['batch_size']:g}, per-{unit} clipping ({mechanism['clipping']['name']}) and "
-        f"Gaussian noise with multiplier {min(multipliers):.4g} to {max(multipliers):.4g}, by "
+        f"Gaussian noise with multiplier {noise}, by "
         f"dpjax {card['versions']['dpjax']}: {card['claim']}.",
         "composition": f"All steps and earlier runs on these data together, by {method}.",
         "digest": digest,

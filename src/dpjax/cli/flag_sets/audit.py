@@ -15,8 +15,9 @@ likelihood ratios, from --shadows models that the run's own algorithm trains on 
 which takes as many trainings.  The last two are not made of persons.  Step and canaries may refute
 the claim, and then the exit status is 1: the program itself decides who takes part.  The bounds of
 the others hold only if train and test rows are of one distribution, so they give no verdict.
-Audits can refute a claim, never prove it.  `audit.json` and `audit.html` are computed from private
-data without noise and must not be published.
+Audits can refute a claim, by a lower bound above it, and never prove it.  A measured mu is an
+estimate, and may lie a little above the claimed one.  `audit.json` and `audit.html` are computed
+from private data without noise and must not be published.
 """
 
 from absl import flags

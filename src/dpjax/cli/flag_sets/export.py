@@ -13,7 +13,8 @@ parameters of params.msgpack.  With JAX and without dpjax,
 
 gives the outputs (logits, or the numbers of a regression from -1 to 1) for any number of rows x.
 Features that the run computed from images are a part of the network, and so is their scale.  Rows
-of a table are encoded as for training.
+of a table are encoded as for training; model.in_avals has their shape.  The export needs
+flatbuffers.
 """
 
 from absl import flags
