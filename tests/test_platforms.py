@@ -153,7 +153,10 @@ def test_a_gradient_of_low_precision_is_kept_for_its_sum(monkeypatch):
 
 def test_an_example_of_2048_tokens_has_no_table_of_its_own():
     """A gradient of GPT-2's table takes 154 MB; a text of 2,048 tokens has 6 MB of its rows."""
-    shapes = jax.ShapeDtypeStruct((50_257, 768), jnp.float32), jax.ShapeDtypeStruct((2048,), int)
+    shapes = (
+        jax.ShapeDtypeStruct((50_257, 768), jnp.float32),
+        jax.ShapeDtypeStruct((2048,), jnp.int32),
+    )
     with _platforms.traced_for("tpu"):
         assert "rows" in gradients.explain(lambda table, ids: jnp.sum(table[ids] ** 2), *shapes)
 
