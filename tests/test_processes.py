@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the first process tells the others, and what all of them compare."""
 
+import pickle
 import json
 
 import jax
@@ -47,7 +48,8 @@ def test_an_error_of_the_first_process_is_raised_in_all(monkeypatch):
     answers = in_threads(monkeypatch, lambda _: [processes.from_first(make)])
     assert list(map(repr, answers)) == 2 * ["OSError('the disk is full')"]
     answers = in_threads(monkeypatch, lambda _: processes.from_first(lambda: lambda: 0))
-    assert all("pickle" in str(error).lower() for error in answers)
+    # Pythons differ in the error of a function that cannot be pickled, and in its words.
+    assert all(isinstance(error, AttributeError | pickle.PicklingError) for error in answers)
 
 
 def test_a_signal_to_one_process_reaches_all(monkeypatch):
