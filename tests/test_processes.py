@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the first process tells the others, and what all of them compare."""
 
-import pickle
 import json
+import pickle
 
 import jax
 import jax.numpy as jnp
