@@ -10,6 +10,7 @@ functions of src for a reader who did not write them.
 import argparse
 import ast
 import collections
+import functools
 import io
 import pathlib
 import random
@@ -40,6 +41,7 @@ Outside
 OPENS_ODDLY = re.compile(rf"#\s*({'|'.join(PREPOSITIONS.split())})\b")
 
 
+@functools.cache
 def measured(folder):
     """The counts of each file of a folder, by its path in it."""
     with tempfile.TemporaryDirectory() as temporary:
@@ -70,7 +72,7 @@ def counts(source):
 
     code = set()
     last_comment = 0
-    f_strings = 0  # how many are open
+    open_f_strings = 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         line = token.start[0]
         if token.type == tokenize.COMMENT and token.line.strip().startswith("#"):
@@ -79,11 +81,14 @@ def counts(source):
             count["comments"] += opens
             count["odd comments"] += opens and bool(OPENS_ODDLY.match(token.string))
         if token.type not in LAYOUT and line not in docstrings:
-            # Python 3.12 divides an f-string, which was one token.
+            # Python 3.12 divides an f-string, which counts as one token: that of its end.
             kind = tokenize.tok_name[token.type]
-            f_strings -= kind == "FSTRING_END"
-            count["tokens"] += not f_strings and kind != "FSTRING_END"
-            f_strings += kind == "FSTRING_START"
+            if kind == "FSTRING_START":
+                open_f_strings += 1
+            if kind == "FSTRING_END":
+                open_f_strings -= 1
+            if not open_f_strings:
+                count["tokens"] += 1
             code.update(range(line, token.end[0] + 1))
     count["lines"] = len(code)
     return count

@@ -337,7 +337,7 @@ class Account:
 
     @property
     def mechanism(self) -> Mechanism:
-        """All charges as one mechanism, which has no steps after theirs.
+        """All charges as one mechanism, which has no steps after theirs; at least one is needed.
 
         `dpjax.reports.card` makes its privacy card, from which ``dpjax verify`` recomputes epsilon.
         """
