@@ -34,6 +34,8 @@ LAYOUT = {
     tokenize.ENCODING,
     tokenize.ENDMARKER,
 }
+# Python 3.12 divides an f-string into several tokens, which were one.
+OPENS = {"FSTRING_START": 1, "FSTRING_END": -1}
 PREPOSITIONS = """
 What Of By In On At For From To As With Without Between Behind Beside Before After Under Over Inside
 Outside
@@ -81,12 +83,8 @@ def counts(source):
             count["comments"] += opens
             count["odd comments"] += opens and bool(OPENS_ODDLY.match(token.string))
         if token.type not in LAYOUT and line not in docstrings:
-            # Python 3.12 divides an f-string, which counts as one token: that of its end.
-            kind = tokenize.tok_name[token.type]
-            if kind == "FSTRING_START":
-                open_f_strings += 1
-            if kind == "FSTRING_END":
-                open_f_strings -= 1
+            # Only the end of an f-string counts.
+            open_f_strings += OPENS.get(tokenize.tok_name[token.type], 0)
             if not open_f_strings:
                 count["tokens"] += 1
             code.update(range(line, token.end[0] + 1))

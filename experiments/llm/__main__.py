@@ -226,10 +226,6 @@ def main(argv: list[str]) -> None:
     runs.only_flags(argv)
     if not (_TEXT.value and _OUT.value):
         raise app.UsageError("expected --text=FILE and --out=FOLDER; see --help.")
-    if _QUANTIZE.value and not _LORA.value:
-        raise app.UsageError(
-            "--quantize --lora=0: quantised kernels are not trained. Give --lora=8."
-        )
     try:
         tune(_TEXT.value, pathlib.Path(_OUT.value))
     except (ImportError, OSError, ValueError) as error:

@@ -14,9 +14,12 @@ CURRICULA = ("exponential-down", "exponential-up", "piecewise-down", "piecewise-
 CURRICULA += ("linear-up", "quadratic-down", "quadratic-up", "logarithmic-up")
 
 
+OF_ARROW = (".parquet", ".arrow", ".feather")
+
+
 def is_file(dataset: str) -> bool:
     """Whether the data set is a file of the user, rather than a name."""
-    return dataset.endswith((".npz", ".csv", ".parquet", ".arrow", ".feather"))
+    return dataset.endswith((".npz", ".csv", *OF_ARROW))
 
 
 def is_own(model: str) -> bool:

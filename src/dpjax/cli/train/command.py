@@ -105,7 +105,7 @@ def require_extras(given: flags.FlagValues) -> None:
     otherwise = ""
     if given.dataset == "digits":
         modules.append("sklearn")
-    if given.dataset.endswith((".parquet", ".arrow", ".feather")):
+    if given.dataset.endswith(names.OF_ARROW):
         modules.append("pyarrow")
     if given.report:
         modules.append("matplotlib.figure")
