@@ -62,6 +62,7 @@ def test_runs_from_one_first_state_have_bins_of_their_own(name):
         assert np.mean(bins[one] == bins[other]) < 0.3
 
 
+@pytest.mark.thorough
 @kills("types.py", "jnp.where(begins, self", "jnp.where(True, self")
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_continuations_share_the_rest_of_an_epoch(name):

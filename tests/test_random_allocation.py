@@ -77,6 +77,7 @@ def test_epsilon_is_just_above_a_bound_from_below(golden):
     assert below <= found <= 1.003 * below
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("bins", "ran", "z", "tail", "epsilons"),
     [
@@ -114,6 +115,7 @@ LITTLE_NOISE = [(1e-3, 7.6299), (1e-4, 9.4642), (1e-5, 11.0513)]
     "leaves.step < fine",
     case="0.001-7.6299",
 )
+@pytest.mark.thorough
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("delta", "sampled"), LITTLE_NOISE)
 def test_little_noise_has_loss_distributions(delta, sampled):
@@ -227,6 +229,7 @@ def test_other_methods_and_relations():
     assert accounting.epsilon(laplace, DELTA, "pld") <= accounting.epsilon(known, DELTA, "pld")
 
 
+@pytest.mark.thorough
 @kills("accounting/methods.py", "if allocated or projected or", "if projected or")
 def test_a_mechanism_is_accounted_by_pld():
     planned = mechanism(noise_multiplier=1.5)

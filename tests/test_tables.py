@@ -451,6 +451,7 @@ SPLITS = {
 BOARD = {"all train": "what is true of patients in general"}
 
 
+@pytest.mark.thorough
 @kills("reports/statement.py", "*not_covered(held_out, mechanism.unit), ", "")
 @kills("cli/train/evaluation.py", "public=self.is_public", "public=True", case="held out")
 @pytest.mark.parametrize("name", SPLITS)
