@@ -145,6 +145,7 @@ def test_a_supplied_key_resumes_in_the_second_epoch_to_the_last_bit(tmp_path, na
         np.testing.assert_array_equal(*map(trees.on_host, (one, other)))
 
 
+@pytest.mark.thorough
 def test_a_supplied_key_draws_as_its_sampler_alone():
     """No run of a supplied key changed when bins got a key of their own."""
     for sampler in SAMPLERS.values():
