@@ -92,15 +92,16 @@ def langevin_multiplier(
     sensitivity = checks.positive(call, "rule.sensitivity", rule.sensitivity)
     if not 0 < batch_size <= examples:
         raise ValueError(f"{call}: expected a batch_size above 0 and at most examples.")
-    # The solution m of (eta n / 2) * (m * Delta / L) = sqrt(eta T), without its factor of eta.
+    # The update multiplies noise of deviation m * Delta by (eta n / 2) / L, after which the
+    # deviation is to be sqrt(eta T). So m is this scale divided by sqrt(eta).
     scale = 2 * batch_size * math.sqrt(temperature) / (examples * sensitivity)
     if not callable(learning_rate):
         learning_rate = checks.positive(call, "learning_rate", learning_rate)
         return scale / math.sqrt(learning_rate)
-    rate = learning_rate
+    schedule = learning_rate
 
     def multiplier(step: Any) -> Any:
         # The table that is accounted and the noise come from this one expression in float32.
-        return scale / jnp.sqrt(jnp.asarray(rate(step), jnp.float32))
+        return scale / jnp.sqrt(jnp.asarray(schedule(step), jnp.float32))
 
     return multiplier

@@ -91,12 +91,14 @@ def noise_link(
         if adapts:
             scale = jnp.ones((), jnp.float32)
         memory = first_memory(noise.strategy, params)
+        # Under `jit` the step is traced, under `vmap` the parameters: then the key is unset.
         return GaussianState(first_key(key, (step, params)), step, memory, scale)
 
     def update(
         updates: Any, state: Any, params: PyTree | None = None, *, below: Any = None, **extra: Any
     ) -> tuple[PyTree, Any]:
         require_sum(updates, rule, name)
+        # Sum and count as given: `dpjax.testing` overrides this method to record or replace them.
         total, below = state.meeting(updates, below, noise)
         if key is None:
             # A traced `init` without a key gives the unset key, zeros. A caller's may be zeros too.
@@ -184,19 +186,20 @@ def add_noise(
       step: The number of the step.
       strategy: How noise is correlated over steps; None for white noise.
       memory: The strategy's memory of earlier steps.
-      lost: The rounding error of ``total``, to be added to it: far less than the last bits of a
-        long sum.
+      lost: The rounding error of ``total``, which is added too; None if it is not known.
       in_parts: For leaves that a mesh splits: each device draws its part of the same numbers.
     """
     groups = partition.assign(total)
+    # `WIDER` covers the rounding errors of float32 in the sum; accounting does not count it.
     wider = [deviation * WIDER for deviation in deviations]
     scales = jax.tree.structure(total).unflatten([wider[group] for group in groups])
     noise_key = trees.step_key(key, Purpose.NOISE, step)
-    operands = [scales]  # of `_added`, after noise and total
+    operands = [scales]  # the arguments of `_added` after noise and leaf, as trees
     if lost is not None:
         operands.append(lost)
     parts = normal_in_parts if in_parts else None
     if strategy is None:
+        # `_added` runs on each leaf before more noise is drawn, to hold less of it in memory.
         noisy = trees.random_like(
             standard_normal, noise_key, total, *operands, use=_added, parts=parts
         )

@@ -42,7 +42,7 @@ def standard_normal(
       key: Consumed. A key of any generator: it supplies the 64 bits that key the cipher.
       shape: Any shape, including empty ones.
       dtype: float32 or float64.
-      after: An array that must exist before these numbers are drawn, so large draws are
+      after: An array that must exist before these numbers are drawn on a CPU, so large draws are
         not in memory together. Its values have no effect.
 
     Example:
@@ -66,17 +66,20 @@ def standard_normal(
 def normal_in_parts(
     key: Key, shapes: Sequence[tuple[int, ...]], dtype: Any = jnp.float32
 ) -> list[Float[Array, "..."]]:
-    """The numbers of `standard_normal`, cut to these shapes, each computed from its place only.
+    """The numbers of `standard_normal`, cut to these shapes.
 
-    So a mesh has the noise of one device. On one device `standard_normal` takes half the time.
+    Each number is computed from the key and from its place, which is its index in the whole draw.
+    So devices that hold parts of an array have the noise of one device. On one device
+    `standard_normal` takes half the time, because it computes each pair once for both numbers.
     """
     secret = jax.random.bits(key, (2,), jnp.uint32)  # as in `standard_normal`
     count = sum(map(math.prod, shapes))
-    if count > 2**32:  # places are 32-bit words: further numbers repeat the first ones
+    if count > 2**32:  # places are 32-bit words, so further numbers are the first ones again
         raise ValueError(
             f"noise: devices share a draw of {count:,} numbers; expected at most 2^32."
         )
-    # `_drawn` has the first numbers of all pairs, and then the second numbers.
+    # The order of `_drawn`: places below `pairs` have the first number of each pair, and further
+    # places the second numbers.
     pairs = _rows_for(count) * _ROW
     arrays = []
     start = 0  # the place of the array's first number
@@ -110,7 +113,7 @@ def _drawn(
 ) -> Float[Array, " count"]:
     """``count`` numbers: the first numbers of all pairs, then the second numbers.
 
-    ``ready`` is a word of an array that must exist before the draw.
+    ``ready`` is a word of an array for which the draw waits on a CPU.
     """
     shape = (_rows_for(count), _ROW)
 
@@ -122,8 +125,9 @@ def _drawn(
         return jnp.zeros_like(jax.eval_shape(pairs, secret))
 
     def pairs_in_a_branch(secret: UInt32[Array, "2"]) -> Complex[Array, "rows row"]:
-        # The branch is always taken. XLA:CPU fuses across anything weaker, and then computes each
-        # pair twice. Other devices wait for the host at a branch, so they have none.
+        # The branch is always taken, and XLA does not know it. Without a branch, XLA:CPU fuses the
+        # pairs into both of their uses below, and so computes each pair twice. Other devices wait
+        # for the host at a branch, so they have none.
         always = (ready | 1) != 0
         return jax.lax.cond(always, pairs, nothing, secret)
 
@@ -138,11 +142,12 @@ def _word(array: Array) -> UInt32[Array, ""]:
     return jnp.sum(jax.lax.bitcast_convert_type(first, jnp.uint32))  # 0 of an empty one
 
 
-def _threefry(key: Array, counter: list[Array]) -> tuple[Array, Array]:
+def _threefry(key: UInt32[Array, "2"], counter: list[Array]) -> tuple[Array, Array]:
     """Two random words for each counter of two words: threefry-2x32 with 20 rounds.
 
-    A round adds the second word to the first, rotates the second, and combines it with the first by
-    exclusive or. After four rounds the next words of the key are added.
+    ``counter`` has an array of first words and one of second words. A round adds the second word to
+    the first, rotates the second, and combines it with the first by exclusive or. After each group
+    of four rounds the next words of the key are added, and the number of the group to the second.
     """
     # The rounds are written out: JAX's own function is a loop over arrays on a CPU, several times
     # slower.
@@ -160,24 +165,24 @@ def _threefry(key: Array, counter: list[Array]) -> tuple[Array, Array]:
 
 
 def _box_muller(first: Array, second: Array, dtype: Any = jnp.float32) -> Complex[Array, "..."]:
-    """Two normal numbers from 64 random bits: 40 for the radius, 24 for the angle.
+    """Two normal numbers from 64 random bits, as r cos(theta) + i r sin(theta).
 
-    The radius has the 32 bits of ``first`` and the highest 8 of ``second``. The angle has a bit for
-    a half turn, a bit for a quarter turn, and 22 bits for the rest.
+    The radius r = sqrt(-2 log u) has the 32 bits of ``first`` and the highest 8 of ``second``. The
+    angle theta has the other 24 of ``second``: a bit for a quarter turn, a bit for a half turn, and
+    22 bits for an angle of at most an eighth of a turn.
     """
-    # u = (first + (low + 1/2) / 2^8) / 2^32 in (0, 1). Its upper half is held as 1 - u, so both
-    # ends keep the full relative precision of a float.
+    # u = (first + (low + 1/2) / 2^8) / 2^32 in (0, 1). If it is above 1/2, the tail is 1 - u, which
+    # has the inverted bits, so both ends keep the full relative precision of a float.
     low = second >> 24
     upper = first >= jnp.uint32(1 << 31)
     first = jnp.where(upper, ~first, first)
     low = jnp.where(upper, 255 - low, low)
     tail = (first.astype(dtype) + (low.astype(dtype) + 0.5) * 2.0**-8) * 2.0**-32
     radius = jnp.sqrt(-2 * _log(tail, upper))
-    # A direction within an eighth of a turn of the axis, then one of four quarter turns:
-    # there a short Taylor series is exact, and much cheaper than jnp.cos and jnp.sin.
-    # The last 22 bits, centred: from -2^21 to 2^21 in units of pi / 2^23.
-    eighth = (second & 0x3FFFFF).astype(dtype) - (2.0**21 - 0.5)
-    cosine, sine = _cos_sin(eighth * (math.pi * 2.0**-23))
+    # Up to an eighth of a turn, pi / 4, a short Taylor series is exact, and much cheaper than
+    # jnp.cos and jnp.sin. The last 22 bits, centred, are -2^21 to 2^21 in units of pi / 2^23.
+    units = (second & 0x3FFFFF).astype(dtype) - (2.0**21 - 0.5)
+    cosine, sine = _cos_sin(units * (math.pi * 2.0**-23))
     # A half turn changes both signs, a quarter turn takes (cosine, sine) to (-sine, cosine).
     is_half_turn = (second & (1 << 22)) != 0
     is_quarter_turn = (second & (1 << 23)) != 0

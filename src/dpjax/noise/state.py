@@ -127,10 +127,12 @@ def _is_mapped_state(node: Any) -> bool:
 
 def _with_fresh_keys(node: Any) -> Any:
     """A node of a tree, with fresh keys if it is a state."""
+    # Flax may hold a key in a variable, which `tree.map` looks into.
     if isinstance(node, GaussianState):
         return node._replace(key=jax.tree.map(_fresh_like, node.key))
     if isinstance(node, State):
         # The key for draws stays unless it is unset, because the order of an epoch follows from it.
+        # The key of an epoch stays to its end; the next one follows from the new noise key.
         keys = {"noise_key": node.noise_key}
         if is_unset(node.key):
             keys["key"] = node.key

@@ -72,9 +72,11 @@ class InMemory:
 
 # A function of the module: the cache of a bound method keeps its object, and so the data, alive.
 def _compiled(recipe: Recipe, shardings: tuple[Any, ...] | None, structure: Any) -> Any:
-    """Compiles several steps of `private_step`, for states of this structure.
+    """The compiled program of several steps of `private_step`, for states of this structure.
 
-    ``shardings`` has one for each leaf of the state, or is None on a single device.
+    The program maps ``(state, data, shared, count)`` to the state after ``count`` steps and the
+    buffer of their sums. ``shardings`` has the sharding of each leaf of the state, or is None on a
+    single device.
     """
 
     def several(
@@ -95,6 +97,7 @@ def _compiled(recipe: Recipe, shardings: tuple[Any, ...] | None, structure: Any)
 
     if shardings is None:
         return jax.jit(several, donate_argnums=0)
-    # A state keeps its shardings, so the next dispatch finds the same program.
+    # The next state has the shardings of the given one, because they are in the key of the cache:
+    # with others, the next dispatch compiles again. For the buffer (None) XLA chooses.
     of_state = structure.unflatten(shardings)
     return jax.jit(several, donate_argnums=0, out_shardings=(of_state, None))

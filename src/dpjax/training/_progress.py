@@ -18,12 +18,23 @@ from dpjax._rounding import three_digits
 Follow = Callable[[Sequence[Mapping[str, Any]]], object]
 """Gets all rows of the log after each new one."""
 
-# The line shows these fields in words of its own, or not at all.
-_QUIET = FIELDS - {"bound"}
+# Fields that the line shows in words of its own, such as the step, or not at all.
+_LEFT_OUT = FIELDS - {"bound"}
 
 
 class Progress:
-    """Shows the progress of a run: in lines, or through a function of the caller."""
+    """Shows the progress of a run: in lines, or through a function of the caller.
+
+    A run takes its steps in dispatches: calls of a compiled program, each of several steps.
+
+    Args:
+      begin: How many steps ran before this call of `fit`.
+      end: How many steps have run when the run is over.
+      largest_epsilon: The epsilon of the budget, or of all planned steps.
+      unit: An ``"example"``, or who else is protected; the line shows how many a second.
+      show: Whether to show lines; or a function that gets the rows of the log instead.
+      stream: The file of the lines; by default standard error.
+    """
 
     def __init__(
         self,
@@ -50,7 +61,7 @@ class Progress:
         self.step = begin
         self.shown = 0.0  # the time at which the line was last drawn, in seconds
         self.began = 0.0  # the time at which the dispatch began
-        # The time at which the first dispatch ended, and its step. This dispatch compiled.
+        # The time at which the first dispatch ended, which compiled, and the steps done by then.
         self.first: tuple[float, int] | None = None
         # Steps and seconds of dispatches since the last row, without compilation and evaluation.
         self.steps = 0
@@ -95,7 +106,7 @@ class Progress:
             return
         row = rows[-1]
         per_second = f"{self.units}_per_second"
-        hidden = {*_QUIET, per_second}
+        hidden = {*_LEFT_OUT, per_second}
         fields = {name: value for name, value in row.items() if name not in hidden}
         fields["private loss"] = row.get("private", {}).get("loss")
         nll = fields.pop("nll", None)
@@ -106,7 +117,7 @@ class Progress:
         self.pieces += [f"{name} {value:.3f}" for name, value in numbers.items()]
         if per_second in row:
             self.pieces.append(f"{rate(row[per_second])} {self.units}/s")
-        # The last piece is the first to be left out in a narrow terminal.
+        # The negative log-likelihood comes last, so a narrow terminal leaves it out first.
         if isinstance(nll, float):
             self.pieces.append(f"nll {nll:.3f}")
         self.step = row["step"]
@@ -119,10 +130,11 @@ class Progress:
         self.shown = time.monotonic()
         pieces = [f"step {self.step:,}/{self.end:,}"]
         if self.first is not None:
-            first_end, first_step = self.first
-            steps = self.step - first_step
+            # The first dispatch is not timed, because it compiled. Evaluations are.
+            first_end, steps_by_then = self.first
+            steps = self.step - steps_by_then
             if steps > 0:
-                seconds_per_step = (self.shown - first_end) / steps  # with the time of evaluations
+                seconds_per_step = (self.shown - first_end) / steps
                 seconds_left = round((self.end - self.step) * seconds_per_step)
                 pieces.append(f"{datetime.timedelta(seconds=seconds_left)} left")
         pieces += self.pieces
@@ -130,7 +142,8 @@ class Progress:
             print("  ".join(pieces), end="", file=self.stream, flush=True)
             return
         pieces.insert(0, self._bar())
-        # A carriage return cannot overwrite a line that wraps, so pieces are left out.
+        # A carriage return cannot overwrite a line that wraps, so the last pieces are left out. The
+        # first two, bar and step, always stay.
         width = shutil.get_terminal_size().columns - 1
         while len(pieces) > 2 and len("  ".join(pieces)) > width:
             pieces.pop()

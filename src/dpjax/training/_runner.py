@@ -71,7 +71,8 @@ class Run:
         self.terms = terms
         self.mechanism = terms.mechanism
         self.folder = folder
-        # The ledger grows on the host; the caller may have put the whole state on a device.
+        # A copy, because `algorithm.run` donates the buffers of the state. The ledger grows on the
+        # host; the caller may have put the whole state on a device.
         self.state = trees.copy(state)._replace(ledger=jax.device_get(state.ledger))
         self.rows: list[dict[str, Any]] = []
         # The infos of each dispatch since the last row, as lists with one entry for each step.
@@ -79,11 +80,13 @@ class Run:
         self.dispatch_size = 1  # in steps
         self.saved_at = time.monotonic()
         self.board = None  # of TensorBoard
-        self._warned = False
+        self._warned = False  # of examples without a finite gradient
         if folder is not None:
             self._resume(folder)
             if processes.first_process():
                 self.board = Board(folder.path / "tensorboard", self.done)
+        # The noise of this start has a new key, unless the caller supplied one. So it shares no
+        # noise with a copy of the state, and no checkpoint has to hold a noise key.
         self.state = renewed(self.state, self.mechanism)
 
     @property
@@ -103,6 +106,7 @@ class Run:
 
     def _resume(self, folder: Folder) -> None:
         """Restores state, rows and infos from the folder, if it has a checkpoint."""
+        # A checkpoint was saved without secrets, so it has the structure of such a state.
         latest = folder.latest(without_secrets(self.state, self.mechanism))
         if latest is None:
             return
@@ -112,16 +116,18 @@ class Run:
                 f"fit(directory={str(folder.path)!r}): the run there began with another key=."
             )
         # The caller may have taken steps since the checkpoint. Then the given state stays.
+        # Otherwise the saved one runs, with the given state's keys if the caller supplied them,
+        # because no file holds these.
         if latest.state.ledger.steps >= self.done:
             self.state = with_supplied(latest.state, self.state, self.mechanism)
         self.rows = folder.rows()
         # A row of this step already holds the means of the checkpoint's infos.
         if not self.at_row:
             self.infos = list(facts["seen"])
-        # A stop is in a row or in the ledger. The checkpoint of a step is older than its row, so
-        # its ledger does not know of a stop in that row; `least` is how many steps count by the
-        # rows, 0 without a stop. A ledger knows of a stop after which `fit` took further steps.
-        least = counted(self.rows)
+        # If `evaluate` stopped the run, all planned steps count, also in a resumed run. The row of
+        # that step records their number. The checkpoint of the step does not, because it was
+        # written before `evaluate` ran; checkpoints of later steps do, in `ledger.chosen`.
+        least = counted(self.rows)  # 0 if no row records a stop
         if least > 0 or self.state.ledger.chosen:
             self._end(least)
 
@@ -180,7 +186,10 @@ class Run:
             self.board.write(row)
 
     def _next_row(self, evaluate: Evaluate | None, speed: float) -> dict[str, Any]:
-        """The row of the log for the last step, evaluated; ``speed`` is in steps per second."""
+        """The row of the log for the last step, evaluated.
+
+        ``speed`` is in steps per second, or 0 if no steps were timed.
+        """
         method = self.terms.method
         per_second = f"{self.mechanism.unit}s_per_second"
         row: dict[str, Any] = {
@@ -191,8 +200,9 @@ class Run:
         }
         if not accounting.METHODS[method].proven:
             row["estimate"] = True
-        row |= _plain(self.algorithm.released(self.state))
+        row |= _plain(self.algorithm.released(self.state))  # such as adapted bounds
         if speed > 0:
+            # The expected size of a batch, because the drawn sizes are private.
             row[per_second] = speed * self.mechanism.batch_size
         if evaluate is not None:
             row |= self._evaluated(evaluate, {*row, *FIELDS, per_second})
@@ -200,6 +210,7 @@ class Run:
             # Results ended the run, so all planned steps count from here on.
             self._end()
             row |= self._cost()
+        # Numbers without noise: means over the steps since the last row, and numbers of `evaluate`.
         row["private"] = {**_means(self.infos), **row.get("private", {})}
         return row
 
@@ -270,10 +281,14 @@ class Run:
 
 
 def _means(infos: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """The mean of each field over the steps."""
+    """The mean of each field over the steps; leaves out a field that no step has a value for.
+
+    ``infos`` has a mapping for each dispatch, from the name of a field to its values at the steps
+    of the dispatch: ``[steps]`` or ``[steps, groups]``.
+    """
     if not infos:
         return {}
-    # Each field is an array [steps] or [steps, groups].
+    # The steps of all dispatches, one after the other.
     fields = {
         name: np.concatenate([np.asarray(info[name], float) for info in infos]) for name in infos[0]
     }

@@ -81,11 +81,14 @@ class Streamed:
 def _drawn(
     programs: Any, state: State, count: int, size: int
 ) -> tuple[list[list[_Microbatch]], Key | None]:
-    """The draws of ``count`` steps in microbatches of ``size``, and the epoch key after them."""
+    """The draws of ``count`` steps in microbatches of ``size``, and the epoch key after them.
+
+    ``programs`` is the result of `_programs`, with the sampler's ``draw``.
+    """
     draws = []
-    first = int(state.step)
+    first_step = int(state.step)
     epoch_key = state.epoch_key
-    for step in range(first, first + count):
+    for step in range(first_step, first_step + count):
         draw, epoch_key = programs.draw(state.key, state.noise_key, epoch_key, step)
         indices = on_host(draw)
         # Drawn examples come first, and `on_host` leaves out the padding behind them.
@@ -96,7 +99,11 @@ def _drawn(
 
 
 def _programs(recipe: Recipe, layout: Layout) -> types.SimpleNamespace:
-    """The compiled parts of a step on this layout, in the order in which they run."""
+    """The compiled parts of a step on this layout, in the order in which they run.
+
+    `layout.on_each` calls a function with the number of the share, which no part needs, and with
+    its arguments. It stacks the results of all shares.
+    """
 
     def begin(state: State) -> Sums:
         """Zeros for each share."""
@@ -109,12 +116,13 @@ def _programs(recipe: Recipe, layout: Layout) -> types.SimpleNamespace:
         def add_share(_: Any, held: Any, rows: PyTree, mask: Any, sums: Sums) -> Sums:
             state, shared = held
             bound = bound_to(recipe, shared)
-            sums = jax.tree.map(lambda x: x[0], sums)  # without the axis of shares
+            # The part of one share still has the axis of shares, [1, ...]; `on_each` adds it again.
+            sums = jax.tree.map(lambda x: x[0], sums)
             return add_clipped(bound, state, rows, mask, sums)
 
         state, shared = held
         held = (without_optimizer(state), shared)
-        # Every share gets all of `held`, and a part of the other three.
+        # Every share gets all of `held`, argument 0, and its part of arguments 1 to 3.
         return layout.on_each(add_share, split={1, 2, 3})(held, rows, mask, sums)
 
     finish = functools.partial(release, recipe, layout)
@@ -153,7 +161,7 @@ class _Placement:
         return indices[places]
 
     def __call__(self, rows: PyTree, drawn: np.ndarray) -> tuple[PyTree, Any]:
-        """A microbatch with padding, on the devices: its rows and its mask, ``[size, ...]``.
+        """A microbatch with padding, for the devices: its rows and its mask, ``[size, ...]``.
 
         ``rows`` are the rows that this process read, and ``drawn`` is the mask of the microbatch
         without padding.
@@ -166,6 +174,7 @@ class _Placement:
             filled = np.minimum(np.arange(len(self.places)), count - 1)
             rows = jax.tree.map(lambda x: x[filled], rows)
         sharding = self.sharding
+        # In a single process, the program that takes these arrays moves them to its devices.
         if sharding is None:
             return rows, mask
         # The row of this process that stands at each place; 0 at the places of other processes,

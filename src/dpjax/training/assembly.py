@@ -85,29 +85,31 @@ class _Assembly:
         recipe = self.recipe
         self.name = recipe.name
         self.mechanism = recipe.mechanism
-        self.warned = False
-        self.with_shared = bound_to(recipe, self.shared)
-        self.stream = isinstance(self.data, Stream)
+        self.warned = False  # of examples without a finite loss
+        self.recipe_with_shared = bound_to(recipe, self.shared)
+        self.is_stream = isinstance(self.data, Stream)
         # `row` has the shapes of one row of the data. `home` maps parameters to the mesh of the
         # run, or to None for a single device.
-        if self.stream:
+        if self.is_stream:
             # Only the first row of a stream is read before the first step, for its shapes.
             self.row = self.data.row
-            self.home = home_of(self.with_shared, self.row)
+            self.home = home_of(self.recipe_with_shared, self.row)
             self.steps = Streamed(recipe, self.data, self.shared)
         else:
             self.row = trees.one_row(jax.eval_shape(lambda x: x, self.data))
-            self.home = home_of(self.with_shared, self.row)
+            self.home = home_of(self.recipe_with_shared, self.row)
             self.steps = InMemory(recipe, self.data, self.home, self.shared)
 
     def init(self, params: PyTree, key: Key | None = None) -> State:
         """The first state, on the devices of the run."""
         name = self.name
         check_untraced(f"{name}: init", (key, params))
-        self.warned = False
+        self.warned = False  # a new run warns again
         mesh = self.recipe.mesh
         with meshes.in_force(mesh):
             params = _checked_params(name, params, key)
+            # If a row holds several examples, as of a client, the user's loss of one example is
+            # checked before the loss of a row, so an error is about the function of the user.
             if self.of_one is not None:
                 loss_of_one, row = self.of_one
                 Traced(loss_of_one).check(params, row, name)
@@ -115,7 +117,7 @@ class _Assembly:
             # data that the user split by explicit axes are refused: most models do not run on them.
             if mesh is not None:
                 params = meshes.placed(params, mesh)
-            elif not self.stream:
+            elif not self.is_stream:
                 meshes.refuse_explicit(name, "data", self.data)
             self._check_loss(params)
             # Without a mesh of the user, shapes decide on which devices the run lies.
@@ -129,7 +131,7 @@ class _Assembly:
         """Traces the loss of one example: refuses what is not a scalar, warns of constants."""
         sampler = self.mechanism.sampling
         example = example_of(self.recipe, self.row)
-        constants = Traced(self.with_shared.loss).check(params, example, self.name)
+        constants = Traced(self.recipe_with_shared.loss).check(params, example, self.name)
         check_batch_norm(self.name, params, self.shared)
         # A sampler of persons counts persons as its examples, and their rows apart.
         rows = sampler.rows or sampler.examples
@@ -171,6 +173,7 @@ class _Assembly:
                 )
             # The ledger counts steps before they run, so a step that crashes is counted.
             spent = ledger.admit(state.ledger, self.mechanism, self.budget, steps=count)
+            # The ledger stays on the host; the programs take all other fields.
             state = state._replace(ledger=None)
             home = self.home(state.params)
             if home is not None:
@@ -184,7 +187,7 @@ class _Assembly:
     @functools.cached_property
     def content(self) -> str:
         """A hash of the rows in their order, computed once because it reads all of them."""
-        if self.stream:
+        if self.is_stream:
             return self.data.fingerprint
         if self.shared is None or self.recipe.frozen:
             return trees.fingerprint(self.data)
@@ -239,6 +242,7 @@ def _first_state(recipe: Recipe, key: Key | None, params: PyTree, mesh: Mesh | N
     memory = ()
     if strategy is not None:
         memory = strategy.start(trees.zeros_wide(params))
+    # Each leaf of a memory has one more axis than its parameter, for the remembered steps.
     if mesh is not None and jax.tree.leaves(memory):
         memory = meshes.placed_rows(memory, params, mesh)
     draw_key, noise_key = first_keys(key)
@@ -256,7 +260,7 @@ def _first_state(recipe: Recipe, key: Key | None, params: PyTree, mesh: Mesh | N
         key=draw_key,
         noise_key=noise_key,
         step=jnp.zeros((), jnp.int32),
-        ledger=None,
+        ledger=None,  # on the host, so it is set after the other fields are placed
         memory=memory,
         epoch_key=epoch_key,
     )

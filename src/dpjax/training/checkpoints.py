@@ -115,6 +115,7 @@ class Checkpoints:
             self.manager.wait_until_finished()
         except Exception as fault:  # storage layers raise many unrelated kinds
             error = fault
+        # Orbax may also skip a step without an error.
         if error or not (self.directory / str(step)).is_dir():
             self._open()  # since a manager cannot be used after an error
             raise OSError(
@@ -152,8 +153,8 @@ class Checkpoints:
             return self.manager.restore(step, args=self.args.Composite(**items))
 
         notes = read(notes=self.args.JsonRestore())["notes"]
-        # NumPy arrays of the saved shapes: `_in_structure` compares them with `like`, and its error
-        # names the leaf. `jnp.dtype` also knows the name of bfloat16.
+        # Orbax restores into arrays of the saved shapes, so other shapes in `like` are no error
+        # here: that of `_in_structure` names the leaf. `jnp.dtype` also knows bfloat16.
         empty = [np.empty(shape, jnp.dtype(dtype)) for shape, dtype in notes["leaves"].values()]
         target = {str(i): array for i, array in enumerate(empty) if array.size}
         restored = read(state=self.args.StandardRestore(target))["state"]
@@ -208,7 +209,8 @@ def _as_array(leaf: jax.Array, saved: np.ndarray, subject: str) -> jax.Array:
         )
     restored: Any = saved
     if jax.typeof(leaf).weak_type and saved.ndim == 0:
-        # JAX made this scalar of a Python number: a strongly typed one widens arrays.
+        # JAX made this scalar of a Python number: a strongly typed one widens arrays. It is weak
+        # again if its dtype is still JAX's for such a number.
         weak = jnp.asarray(saved.item())
         if weak.dtype == saved.dtype:
             restored = weak

@@ -46,7 +46,7 @@ def check_kinds(recipe: Recipe) -> None:
         )
     hint = "Engines differ in speed alone."
     checks.one_of(name, "engine", recipe.engine, ("auto", *ENGINES), hint)
-    # The unit is another word than the sampler's, such as patient. A sampler of rows does not
+    # The user named the protected unit, such as patient, but the sampler draws rows: it does not
     # protect patients with several rows.
     if recipe.mechanism.of_clients:
         raise ValueError(
@@ -86,7 +86,11 @@ def positive_plan(what: str, schedule: Schedule, steps: int) -> Planned:
 
 
 def checked_data(recipe: Recipe, data: PyTree) -> PyTree:
-    """The data as arrays; refuses a size that differs from the accounted one."""
+    """The data as arrays; refuses data that do not fit the recipe.
+
+    It refuses another number of rows than the accounted one, a `Dataset`, arrays without a finite
+    row, and rows that are not tuples if ``per_step`` has to append to them.
+    """
     name = recipe.name
     sampler = recipe.mechanism.sampling
     # A sampler of persons counts persons as its examples, and their rows apart.

@@ -129,6 +129,7 @@ def dpsgd(
         frozen=frozen is not None,
     )
     check_kinds(recipe)
+    scales = None
     if bound_schedule is not None:
         if mechanism.adaptive is not None:
             raise ValueError(
@@ -137,19 +138,19 @@ def dpsgd(
         # The same table is checked, run and compared: a traced function could differ from it.
         scales = positive_plan("dpsgd: the factor on bounds", bound_schedule, mechanism.steps)
         recipe = recipe._replace(bound_scales=scales)
-    scales = recipe.bound_scales
     schedule_hash = None
     if scales is not None:
         schedule_hash = trees.fingerprint(scales.values)
     identity = {"algorithm": "dpsgd", "bound schedule": schedule_hash}
     data = checked_data(recipe, data)
     if mechanism.sampling.most_rows is not None:
+        # A person is one example, whose loss is the mean over the drawn rows.
         recipe = recipe._replace(loss=losses.of_person(loss))
-    frozen = arrays(frozen, "dpsgd: frozen")
-    frozen = jax.tree.map(jnp.asarray, frozen)
+    frozen = jax.tree.map(jnp.asarray, arrays(frozen, "dpsgd: frozen"))
     algorithm = assemble(recipe, data, identity, shared=frozen, budget=budget)
     if scales is None:
         return algorithm
+    # The mechanism has the rule's bounds only, so the statement names the factor on them.
     return dataclasses.replace(algorithm, scaled_by="a bound schedule")
 
 

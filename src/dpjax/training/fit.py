@@ -202,6 +202,7 @@ def _checked(
         method = method or goal.method
     if delta is None:
         delta = 1e-5
+    # The mechanism knows the default method for its sampler.
     delta, method = mechanism.stated(float(delta), method)
 
     begin = state.ledger.steps

@@ -143,10 +143,10 @@ def dp_adam(
             v - noise[group].astype(v.dtype) for v, group in zip(leaves, group_of, strict=True)
         ]
 
-        def direction(m: Array, v: Array) -> Array:
+        def direction(m: Array, v_minus_s: Array) -> Array:
             m_hat = m / (1 - b1**step)
-            v_hat = v / (1 - b2**step)
-            return m_hat / jnp.sqrt(jnp.maximum(v_hat, floor))
+            v_hat_minus_s_hat = v_minus_s / (1 - b2**step)
+            return m_hat / jnp.sqrt(jnp.maximum(v_hat_minus_s_hat, floor))
 
         directions = jax.tree.map(direction, first, structure.unflatten(without_noise))
         return directions, DPAdamState(step, first, second, noise)

@@ -114,7 +114,8 @@ def home_of(recipe: Recipe, row: PyTree) -> Home:
     # Shapes and dtypes decide, so they are the key of the cache: parameters cannot be hashed.
     @functools.cache
     def mesh_of(structure: Any, kinds: tuple[Any, ...]) -> Mesh | None:
-        # One device needs no layout, and choosing one traces the loss.
+        # The user's mesh decides, if there is one. Otherwise the layout has the mesh; on a single
+        # device it has none, and the loss is not traced to find that out.
         if recipe.mesh is not None or jax.local_device_count() == 1:
             return recipe.mesh
         shapes = structure.unflatten(jax.ShapeDtypeStruct(*kind) for kind in kinds)
@@ -142,13 +143,14 @@ def example_of(recipe: Recipe, row: PyTree) -> PyTree:
 
     If people are drawn, an example is a pair: ``most_rows`` rows, and the mask of the drawn ones.
     """
-    # A key of threefry, also where the default of JAX is another generator.
+    # A key as `init` draws it: of threefry, whatever the default generator of JAX is.
     key = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32"))
     most_rows = recipe.mechanism.sampling.most_rows
     step = jnp.int32(0)
 
     def example(key: Key, row: PyTree) -> PyTree:
         if most_rows is None:
+            # One row has no leading axis, and its entry has none either.
             return with_entry(recipe.entry, key, step, row, ())
         rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (most_rows, *x.shape)), row)
         rows = with_entry(recipe.entry, key, step, rows, (most_rows,))

@@ -35,7 +35,9 @@ def write_released(
 ) -> None:
     """Writes card, statements and parameters of a state.
 
-    ``last`` is whether the run has ended; ``held_out`` are the units that it did not train on.
+    Card and statements give epsilon at ``delta``, by ``method`` among others. ``last`` is whether
+    the run has ended. ``held_out`` are the units that it did not train on, and ``settings`` is a
+    sentence on how its settings were chosen.
     """
     # All processes take part in this line, because they may share a leaf.
     params = jax.tree.map(trees.on_host, state.params)
@@ -48,7 +50,7 @@ def write_released(
     methods = None if last else ("rdp", "rdp-classic", method)
     facts: dict[str, Any] = {"ledger": state.ledger, "methods": methods}
     card = reports.card(mechanism, delta, parameters=trees.digest(params), **facts)
-    # Only the statements name these two, because no epsilon follows from them.
+    # Board and statement name these two, and the card does not: no epsilon follows from them.
     facts["held_out"] = held_out
     facts["settings"] = settings
     board = reports.board(mechanism, delta, **facts)

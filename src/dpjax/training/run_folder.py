@@ -49,15 +49,16 @@ class Folder:
         stack.enter_context(held(self.path))
         path = self.path / "run.json"
         if path.exists():
-            there = read_json(path)
-            check_format(there.get("mechanism"), f"fit(directory={str(self.path)!r})")
-            differences = _differences(there, self.identity)
+            recorded = read_json(path)
+            # Another version of dpjax may have written it, in a format that cannot be compared.
+            check_format(recorded.get("mechanism"), f"fit(directory={str(self.path)!r})")
+            differences = _differences(recorded, self.identity)
             if not differences:
                 self.is_resumed = True
                 return
             # A run that spent nothing gives way, for example one whose first step did not compile.
             # Queries of a preparation are spent before the first step.
-            if released_steps(self.path) or there.get("mechanism", {}).get("preparation"):
+            if released_steps(self.path) or recorded.get("mechanism", {}).get("preparation"):
                 raise Refused(
                     f"fit(directory={str(self.path)!r}): another run is there:\n"
                     f"{''.join(differences)}"

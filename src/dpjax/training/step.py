@@ -56,9 +56,11 @@ def private_step(
         state, shared = held
         return add_clipped(bound_to(recipe, shared), state, rows, mask, sums)
 
+    # The layout has the size of microbatches, and the devices, each with its share of the draw.
     layout = layout_of(bound_to(recipe, shared), state.params, trees.one_row(data))
     zero = no_sums(recipe.mechanism, state.params, layout)
-    # These arrays are arguments of the sum, because it may run on several devices.
+    # `add` has these arrays as an argument and not in its closure, because it may run on several
+    # devices. `end_block` runs after every few microbatches, see `add_clipped`.
     held = (without_optimizer(state), shared)
     sums = layout.sum_over(add, zero, draw, data, held, end_block)
 
@@ -93,7 +95,8 @@ def add_clipped(
         # The engine takes a person as one example: its rows, and which of them were drawn.
         examples = examples, mask
 
-    # How many examples each entry holds, [size]: 1 for an example, 0 for padding.
+    # How many examples each entry holds, [size]: 1 for an example, the number of drawn rows for a
+    # person, and 0 for padding.
     sizes = jnp.sum(mask, axis=tuple(range(1, mask.ndim)), dtype=jnp.int32)
     drawn = sizes > 0
     if recipe.sizes is not None:
@@ -144,7 +147,8 @@ def _seen(
     real = sizes > 0
     # Norms are [size, groups], and bounds are [groups].
     finite = jnp.all(jnp.isfinite(clipped.norms), axis=1)
-    # An example with a non-finite gradient contributed zero to the sum, so no mean counts it.
+    # An example with a non-finite gradient contributed zero to the sum, so the means of losses and
+    # norms do not count it. `over` does, because an infinite norm is above the bound.
     scored = real & finite & jnp.isfinite(clipped.losses)
     losses = jnp.where(scored, clipped.losses, 0)
     norms = jnp.where(finite[:, None], clipped.norms, 0)
@@ -174,14 +178,17 @@ def release(recipe: Recipe, layout: Layout, state: State, sums: Sums) -> tuple[S
 
     A share is the part of the batch on one device.
     """
+    # The most that a coordinate of each leaf's sum has, for nearly every draw. From it `join` takes
+    # the last digit to which shares are rounded, and so adds them without further rounding.
     reach = reach_of(recipe, state.params)
     # The sum of gradients stays in two parts until the noise is added: ``total`` is rounded, and
     # ``lost`` is what rounding lost. In one float32 array, the sum of a million examples is wrong
     # by more than a twentieth of a bound.
     total, lost, seen = layout.join(sums.gradients, sums.seen, reach)
     scale = recipe.bound_scale(state)
-    # Only adapted bounds move the factor in the state; a schedule's factor follows from the step.
-    mean, bound_scale, memory = private_mean(  # line 6
+    # The mechanism moves the factor in the state only if bounds adapt. Otherwise it stays 1: the
+    # factor of a schedule follows from the step.
+    mean, next_bound_scale, memory = private_mean(  # line 6
         recipe.mechanism,
         total,
         state.noise_key,
@@ -192,6 +199,7 @@ def release(recipe: Recipe, layout: Layout, state: State, sums: Sums) -> tuple[S
         below=seen.below,
         in_parts=meshes.splits_parameters(layout.mesh),  # each device draws its part of the noise
     )
+    # `add_clipped` divided the losses by the scale.
     if recipe.rescales:
         mean = jax.tree.map(lambda x: (x * scale).astype(x.dtype), mean)
     extra = extra_arguments(recipe.optimizer, scale)
@@ -200,7 +208,7 @@ def release(recipe: Recipe, layout: Layout, state: State, sums: Sums) -> tuple[S
     after = state._replace(
         params=optax.apply_updates(state.params, updates),
         optimizer=optimizer,
-        bound_scale=bound_scale,
+        bound_scale=next_bound_scale,
         step=state.step + 1,
         memory=memory,
     )
