@@ -28,7 +28,7 @@ class Progress:
     A run takes its steps in dispatches: calls of a compiled program, each of several steps.
 
     Args:
-      begin: How many steps ran before this call of `fit`.
+      begin: How many steps of the run have run so far.
       end: How many steps have run when the run is over.
       largest_epsilon: The epsilon of the budget, or of all planned steps.
       unit: An ``"example"``, or who else is protected; the line shows how many a second.

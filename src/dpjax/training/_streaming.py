@@ -101,8 +101,8 @@ def _drawn(
 def _programs(recipe: Recipe, layout: Layout) -> types.SimpleNamespace:
     """The compiled parts of a step on this layout, in the order in which they run.
 
-    `layout.on_each` calls a function with the number of the share, which no part needs, and with
-    its arguments. It stacks the results of all shares.
+    `layout.on_each` runs a function for each share and stacks the results. The function gets the
+    number of the share, which no part needs, before its own arguments.
     """
 
     def begin(state: State) -> Sums:
