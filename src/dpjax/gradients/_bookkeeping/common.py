@@ -76,8 +76,8 @@ def divided(
     """Divides the entries of each leaf into those with a common gradient and others.
 
     Returns:
-      For each number of a leaf, the other entries, whose gradients differ between examples; and the
-      common gradients themselves.
+      For each leaf, by its number, the other entries, whose gradients differ between examples; and
+      for each leaf the common gradients themselves.
     """
     others: dict[int, list[Entry]] = {}
     commons: dict[int, list[Common]] = {}
@@ -141,7 +141,7 @@ def norms_with(
     The second result has all $D_i$ if the clipped sum is to read them; otherwise it is None.
     """
     if others:
-        # Inner products with common gradients are of exact D_i, so their norms have to be, too.
+        # Inner products with common gradients are of the unrounded D_i, so norms have to be, too.
         squares, pieces = norms(leaf, others, leaves, exact=bool(commons))
     else:
         squares = jnp.zeros(())  # all gradients are common; their squares are added to this 0
@@ -182,7 +182,7 @@ def _cross(leaf: int, entry: Entry, common: Common, leaves: Sequence[Array]) -> 
     Scales of slices, which are columns of R, multiply the numbers of $g_s$.
     """
     form = form_of(*entry)
-    assert form is not None  # by `cost.common_sites`
+    assert form is not None  # otherwise `cost.common_sites` chooses no common gradient
     if form.indexed:
         # An x_s is one-hot and stored as the number of a row of R: R^T x_s is this row.
         rows = common.gradient.reshape(len(common.gradient), -1)

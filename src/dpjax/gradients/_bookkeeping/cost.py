@@ -77,7 +77,7 @@ class _Sizes(NamedTuple):
     read: int  # all inputs and cotangents
     copied: int  # inputs that a product writes out first
     has_indices: bool  # a form selects rows of a table
-    is_one_table: bool
+    is_one_table: bool  # the only form selects rows of a table
 
 
 class _Costs(NamedTuple):
@@ -97,6 +97,7 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
     # Instantiated gradients are kept for the clipped sum, or it comes from a second product, which
     # rounds differently than the norm. `leaf_norms` bounds the difference for isometries only.
     keep = leaf.size <= _ROOM * sizes.read or not isometric
+    # The costs of "instantiate", and of the rules by pairs of positions, "gram" and "rows".
     if _platforms.on_cpu():
         instantiated = _instantiated_on_cpu(leaf, sizes, keep)
         paired = _paired_on_cpu(sizes)
@@ -106,18 +107,22 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
         keep = True
         instantiated = _Costs(norm=_product(sizes) + _KEPT_NUMBER * leaf.size, sum=0)
         paired = _paired_on_accelerator(sizes, short=all(outer.short for outer in outers))
-    # The rules "product", "rows" and "gram" take the norm of the view's gradient. It is the norm of
-    # the leaf's gradient only for an isometry.
-    one_form = isometric and aligned(outers) is not None
-    if one_form and sizes.positions == 1 and not sizes.has_indices:
+    # The rules "product", "rows" and "gram" take the norm of the view's gradient from the forms. It
+    # is the norm of the leaf's gradient only for an isometry.
+    by_forms = isometric and aligned(outers) is not None
+    if by_forms and sizes.positions == 1 and not sizes.has_indices:
         operations = sizes.blocks * (sizes.inputs + sizes.outputs)
         return Choice("product", keep=False, operations=operations, numbers=sizes.copied)
-    if one_form and len(outers) <= _MANY_SITES and sum(paired) < sum(instantiated):
+    if by_forms and len(outers) <= _MANY_SITES and sum(paired) < sum(instantiated):
         rule = "rows" if sizes.is_one_table else "gram"
         # The Gram rule writes two inner products for each pair of positions; the rows rule writes
         # at most as many numbers.
-        written = sizes.copied + 2 * _pairs(sizes)
-        return Choice(rule, keep=False, operations=paired.norm, numbers=written)
+        return Choice(
+            rule,
+            keep=False,
+            operations=paired.norm,
+            numbers=sizes.copied + 2 * _pairs(sizes),
+        )
     # A form of row numbers has no matrices to multiply, so JAX's VJP of the gather adds its rows.
     rule = "derivative" if sizes.has_indices else "instantiate"
     return Choice(rule, keep, instantiated.norm, leaf.size + sizes.copied)

@@ -242,6 +242,7 @@ def into_table(leaf: int, entries: Sequence[Entry]) -> Callable[[Array, Squares]
     def add(total: Array, factors: Squares) -> Array:
         scaled = form_of(*entry.scaled(factors))
         assert scaled is not None
+        # A row of cotangents, and its number in the table, for each position of each example.
         rows = scaled.g.reshape(-1, *total.shape[1:])
         indices = scaled.x[0].reshape(-1)
         return total.at[indices].add(rows.astype(total.dtype))
@@ -325,7 +326,7 @@ def instantiated(
         if form is None or form.indexed:  # there are no matrices to multiply
             others.append(entry)
         else:
-            gradients = jax.vmap(form.joined)(_products(entry, form, exact))
+            gradients = jax.vmap(form.joined)(_products(entry, form, exact))  # [batch, *view]
             of_view = gradients_of_views.setdefault(entry.site.of, [])
             of_view.append(trees.widened_exactly(gradients))
     differentiated = sorted(union(entry.site.leaves for entry in entries))

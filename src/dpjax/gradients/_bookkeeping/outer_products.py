@@ -144,13 +144,15 @@ def _by_round(place: Callable[[Array], Array], rounds: int) -> Callable[[Array],
 def dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
     """The form of a matrix product of the view with the data.
 
-    Its contracted axes are the inputs, and its batch axes, which are not the examples, the blocks.
-    The free axes of the data are the positions, and the free axes of the view are the outputs.
+    The axes that the product contracts are the inputs, and its batch axes, which are not the
+    examples, the blocks. The free axes of the data are the positions, and the free axes of the view
+    are the outputs.
     """
     if cotangent.size == 0 or data[0].size == 0:
         return None  # the derivative gives the zeros of an empty product
     view = site.operand  # the view is the left operand, 0, or the right one, 1
     other = 1 - view
+    # Each has a tuple of axes for the left operand, and one for the right.
     contracted, batch = site.equation.params["dimension_numbers"]
     # Pairs of a contracted axis of the view and one of the data, sorted by the leaf's axis. So two
     # uses of one leaf count its axes in the same order, and `cost.aligned` can compare them.

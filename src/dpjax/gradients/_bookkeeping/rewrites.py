@@ -42,8 +42,8 @@ def rewritten(equation: JaxprEqn, inputs: Sequence[Any]) -> Rewritten | None:
     output: Any = equation.outvars[0].aval
     one_dtype = output.dtype == view.value.dtype == data.dtype
     is_narrow = output.dtype.itemsize < 4  # another order changes more than the last bits
-    is_empty = not view.value.size
-    if view.made is None or not one_dtype or is_narrow or is_empty:
+    # An empty view has no entries to bring into another order.
+    if view.made is None or not one_dtype or is_narrow or not view.value.size:
         return None
     made_by, _ = view.made
     name = made_by.primitive.name
