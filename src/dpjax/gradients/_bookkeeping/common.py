@@ -10,7 +10,10 @@ $$ \lVert D_i + c_i R \rVert^2
    = \lVert D_i \rVert^2 + 2 \langle D_i, c_i R \rangle + \lVert c_i R \rVert^2, \qquad
    \sum_i f_i (D_i + c_i R) = \sum_i f_i D_i + \Big( \sum_i f_i c_i \Big) R. $$
 
-An *entry* is a site with its data and cotangents of a batch.
+A *leaf* is an array of the parameters, and has a number. A *site* is an equation of the loss in
+which a *view*, a value computed from leaves, meets the data; an *entry* is a site with the data and
+cotangents of a batch. Its *form*, an `Outer`, has each example's gradient of the view as a sum of
+outer products $\sum_s x_s g_s^\top$ over positions $s$.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ _ROUNDINGS = 4
 
 
 class Common(NamedTuple):
-    """One gradient ``R`` for all examples, times ``scales`` ``[batch, *slices]`` along ``axes``."""
+    """A gradient ``R`` of a leaf, times ``scales`` ``[batch, *slices]`` along its ``axes``."""
 
     gradient: Array
     scales: Array
@@ -70,7 +73,12 @@ def _only(axes: Sequence[int], order: Sequence[int], shape: Sequence[int]) -> li
 def divided(
     entries_of_leaves: Mapping[int, Sequence[Entry]], leaves: Sequence[Array]
 ) -> tuple[dict[int, list[Entry]], dict[int, list[Common]]]:
-    """For each leaf the entries with a gradient for each example, and the common gradients."""
+    """Divides the entries of each leaf into those with a common gradient and others.
+
+    Returns:
+      For each leaf, by its number, the other entries, whose gradients differ between examples; and
+      for each leaf the common gradients themselves.
+    """
     others: dict[int, list[Entry]] = {}
     commons: dict[int, list[Common]] = {}
     # One entry may belong to several leaves, as the weight decay of all does. It is computed once,
@@ -81,11 +89,12 @@ def divided(
     for leaf, entries in entries_of_leaves.items():
         sites = [entry.site for entry in entries]
         forms = [forms_by_id[id(entry)] for entry in entries]
-        # The numbers of the entries whose gradients are common.
+        # Indices of the entries whose gradients are common.
         chosen = common_sites(leaf, leaves[leaf], sites, forms)
         others[leaf] = [entry for k, entry in enumerate(entries) if k not in chosen]
         if chosen:
-            # Inner products with a common gradient read the numbers that the sum reads.
+            # The clipped sum may round data and cotangents of an entry. Inner products with common
+            # gradients, which the norm needs, have to read the same rounded numbers.
             others[leaf] = [entry.rounded() for entry in others[leaf]]
         commons[leaf] = []
         for k in chosen:
@@ -93,8 +102,8 @@ def divided(
             if key not in common_by_id:
                 common_by_id[key] = _gradients_and_scales(entries[k], leaves)
             gradients, scales = common_by_id[key]
-            axes = entries[k].site.slices[leaf]
-            commons[leaf].append(_common(gradients[leaf], scales, axes))
+            slice_axes = entries[k].site.slices[leaf]  # axes of the leaf that count its slices
+            commons[leaf].append(_common(gradients[leaf], scales, slice_axes))
     return others, commons
 
 
@@ -122,15 +131,17 @@ def _transposed(scales: Array, order: Sequence[int]) -> Array:
 def norms_with(
     leaf: int, others: Sequence[Entry], commons: Sequence[Common], leaves: Sequence[Array]
 ) -> tuple[Squares, Pieces | None]:
-    r"""As `leaf_norms.norms`, of gradients $D_i$ to which common ones $R_k$ are added, if any.
+    r"""Squared norms ``[batch]`` of a leaf's gradients $D_i$ with common ones $R_k$, if any.
 
     $$ \Big\lVert D_i + \sum_k R_k \Big\rVert^2 = \lVert D_i \rVert^2 + \sum_k \Big(
        \sum_{j < k} 2 \langle R_k, R_j \rangle + \lVert R_k \rVert^2
        + 2 \langle D_i, R_k \rangle \Big) $$
 
     Here $R_k$ includes the scales of the example, and $D_i$ is a sum over the entries ``others``.
+    The second result has all $D_i$ if the clipped sum is to read them; otherwise it is None.
     """
     if others:
+        # Inner products with common gradients are of the unrounded D_i, so norms have to be, too.
         squares, pieces = norms(leaf, others, leaves, exact=bool(commons))
     else:
         squares = jnp.zeros(())  # all gradients are common; their squares are added to this 0
@@ -138,15 +149,15 @@ def norms_with(
     if not commons:
         return squares, pieces
     total = squares
-    lengths = jnp.sqrt(squares)  # of all terms, as if none cancelled
+    lengths = jnp.sqrt(squares)  # becomes the sum of the norms of D_i and of all R_k
     for k, common in enumerate(commons):
         square = _dot(common, common)
         lengths = lengths + jnp.sqrt(square)
         with_earlier = [2 * _dot(common, earlier) for earlier in commons[:k]]
         total = total + sum([*with_earlier, square])
         total = total + 2 * sum(_cross(leaf, entry, common, leaves) for entry in others)
-    # Terms that cancel leave an error relative to the terms. So the terms bound the rounding of the
-    # squared norm, and then that of the gradient in the clipped sum.
+    # D_i and R_k may cancel, so rounding errors are relative to `lengths`. The first term bounds
+    # the rounding of the squared norm, the second that of the gradient in the clipped sum.
     eps = jnp.finfo(leaves[leaf].dtype).eps
     squares = jnp.maximum(total, 0) + _ROUNDINGS * eps * lengths**2
     return (jnp.sqrt(squares) + eps * lengths) ** 2, pieces
@@ -163,33 +174,34 @@ def _dot(a: Common, b: Common) -> Squares:
 
 
 def _cross(leaf: int, entry: Entry, common: Common, leaves: Sequence[Array]) -> Squares:
-    r"""Inner products ``[batch]`` of a common gradient with an entry's own gradients.
-
-    With the entry's outer products $x_s g_s^\top$ over positions s,
+    r"""Inner products ``[batch]`` of a common gradient with each example's gradient at an entry.
 
     $$ \Big\langle \sum_s x_s g_s^\top, R \Big\rangle
-       = \sum_s \langle R^\top x_s, g_s \rangle. $$
+       = \sum_s \langle R^\top x_s, g_s \rangle $$
+
+    Scales of slices, which are columns of R, multiply the numbers of $g_s$.
     """
     form = form_of(*entry)
-    assert form is not None  # by `cost.common_sites`
+    assert form is not None  # otherwise `cost.common_sites` chooses no common gradient
     if form.indexed:
+        # An x_s is one-hot and stored as the number of a row of R: R^T x_s is this row.
         rows = common.gradient.reshape(len(common.gradient), -1)
-        applied = rows[form.x[0]]  # one-hot columns times a matrix: rows of it
+        applied = rows[form.x[0]]
     else:
         applied = _applied(leaf, entry, form, common.gradient, leaves)
     terms = applied * form.g  # [batch, blocks, positions, outputs]
     if not common.axes:
         return common.scales * _total(terms)  # an example has one scale
     assert form.axes is not None
-    # The slices are among the outputs, which the form counts in an order of its own. There is one
-    # block, and the scales of an example are the same at all positions.
+    # Scales and terms are brought to [batch, *output axes], with the axes in the order in which the
+    # form counts its outputs. Every axis of slices is among them, by `cost.common_sites`.
     shape = common.gradient.shape
-    outputs = form.axes.outputs
-    order = sorted(range(len(common.axes)), key=lambda k: outputs.index(common.axes[k]))
+    output_axes = form.axes.outputs  # as axes of the leaf
+    order = sorted(range(len(common.axes)), key=lambda k: output_axes.index(common.axes[k]))
     scales = _transposed(common.scales, order)
-    # Both are [batch, *outputs]; the scales have length 1 where they do not differ.
-    scales = scales.reshape(-1, *_only(common.axes, outputs, shape))
-    terms = jnp.sum(terms, axis=(1, 2)).reshape(-1, *(shape[axis] for axis in outputs))
+    scales = scales.reshape(-1, *_only(common.axes, output_axes, shape))  # 1 for other axes
+    terms = jnp.sum(terms, axis=(1, 2))  # one block, and positions, which share the scales
+    terms = terms.reshape(-1, *(shape[axis] for axis in output_axes))
     return _total(scales * terms)
 
 

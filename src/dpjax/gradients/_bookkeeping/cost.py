@@ -2,8 +2,19 @@
 """Costs: which rule computes the norms of a leaf, chosen by shapes only.
 
 A cost is a number of multiplications of a large matrix product, by measured ratios for other work.
-Each rule has two costs: the norms of a batch, and the clipped sum that follows them. `leaf_norms`
-has the rules, and `outer_products` defines blocks, positions, inputs and outputs.
+Each rule has two costs: the norms of a batch, and the clipped sum that follows them.
+
+A *site* is an equation of the loss in which a *view*, a value computed from leaves of the
+parameters, meets the data. The view is an *isometry* if it only rearranges the entries of one leaf:
+their gradients then have the same norm.
+The *form* of a site has one example's gradient of the view as outer products over positions,
+``gradient[block, input, output] = sum(x[block, input, s] * g[block, s, output] for each s)``. The
+rules of `leaf_norms` compute the norm of this sum:
+
+* *product*: there is a single position;
+* *gram*: from inner products between all pairs of positions;
+* *rows*: the same for a table, whose inputs ``x`` are row numbers;
+* *instantiate*: from the gradient itself; *derivative*: likewise, by JAX, without a form.
 """
 
 from __future__ import annotations
@@ -51,7 +62,7 @@ class Choice(NamedTuple):
     """How norms and sum of a leaf are computed; the cost of one norm, and the numbers it writes."""
 
     rule: str
-    keep: bool  # per-example gradients, for the sum
+    keep: bool  # whether the clipped sum reads the per-example gradients of the norm
     operations: int
     numbers: int
 
@@ -66,7 +77,7 @@ class _Sizes(NamedTuple):
     read: int  # all inputs and cotangents
     copied: int  # inputs that a product writes out first
     has_indices: bool  # a form selects rows of a table
-    is_one_table: bool
+    is_one_table: bool  # the only form selects rows of a table
 
 
 class _Costs(NamedTuple):
@@ -83,28 +94,36 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
     if len(outers) < len(sites):
         return _by_derivative(leaf, sites, isometric)
     sizes = _sizes(outers)
-    # The gradients are kept for the sum, or the sum comes from a second product, which rounds
-    # differently. For an isometry `norms` bounds that; other views need an operator norm.
+    # Instantiated gradients are kept for the clipped sum, or it comes from a second product, which
+    # rounds differently than the norm. `leaf_norms` bounds the difference for isometries only.
     keep = leaf.size <= _ROOM * sizes.read or not isometric
+    # The costs of "instantiate", and of the rules by pairs of positions, "gram" and "rows".
     if _platforms.on_cpu():
         instantiated = _instantiated_on_cpu(leaf, sizes, keep)
         paired = _paired_on_cpu(sizes)
     else:
-        # A kept gradient may be formed at the loss's own precision; a second product may not.
+        # A kept gradient may be formed at the loss's own precision, so in fewer passes of the
+        # matrix unit than a second product.
         keep = True
         instantiated = _Costs(norm=_product(sizes) + _KEPT_NUMBER * leaf.size, sum=0)
         paired = _paired_on_accelerator(sizes, short=all(outer.short for outer in outers))
-    # The rules "product", "rows" and "gram" take the norm of the view's gradient. It is the norm of
-    # the leaf's gradient only for an isometry.
-    one_form = isometric and aligned(outers) is not None
-    if one_form and sizes.positions == 1 and not sizes.has_indices:
+    # The rules "product", "rows" and "gram" take the norm of the view's gradient from the forms. It
+    # is the norm of the leaf's gradient only for an isometry.
+    by_forms = isometric and aligned(outers) is not None
+    if by_forms and sizes.positions == 1 and not sizes.has_indices:
         operations = sizes.blocks * (sizes.inputs + sizes.outputs)
-        return Choice("product", False, operations, sizes.copied)
-    if one_form and len(outers) <= _MANY_SITES and sum(paired) < sum(instantiated):
+        return Choice("product", keep=False, operations=operations, numbers=sizes.copied)
+    if by_forms and len(outers) <= _MANY_SITES and sum(paired) < sum(instantiated):
         rule = "rows" if sizes.is_one_table else "gram"
-        # The Gram rule writes two inner products for each pair of positions, the rows rule no more.
-        return Choice(rule, False, paired.norm, sizes.copied + 2 * _pairs(sizes))
-    # A form with indices has no dense inputs to multiply: the VJP of the gather is a scatter-add.
+        # The Gram rule writes two inner products for each pair of positions; the rows rule writes
+        # at most as many numbers.
+        return Choice(
+            rule,
+            keep=False,
+            operations=paired.norm,
+            numbers=sizes.copied + 2 * _pairs(sizes),
+        )
+    # A form of row numbers has no matrices to multiply, so JAX's VJP of the gather adds its rows.
     rule = "derivative" if sizes.has_indices else "instantiate"
     return Choice(rule, keep, instantiated.norm, leaf.size + sizes.copied)
 
@@ -226,23 +245,26 @@ def _meets_common(
 def foresee(leaf: Shape, sites: Sequence[Site], index: int) -> Choice:
     """The choice for leaf number ``index``, from shapes only.
 
-    It calls the functions of the run on shapes, so the two cannot differ.
+    It calls the functions that choose during a run, on the shapes of a batch of one example. So its
+    choice is that of the run.
     """
-    choices: list[Choice] = []  # filled by the trace
+    choices: list[Choice] = []  # `eval_shape` can only return arrays, so `on_shapes` fills a list
 
     def on_shapes(data: Sequence[Sequence[Array]], cotangents: Sequence[Array]) -> None:
         forms = list(map(form_of, sites, data, cotangents))
         common = common_sites(index, leaf, sites, forms)
         others = [k for k in range(len(sites)) if k not in common]
         if not others:
-            choice = Choice("common", False, 0, 0)  # no example has a gradient of its own
+            # No example has a gradient of its own.
+            choice = Choice("common", keep=False, operations=0, numbers=0)
         else:
             choice = choose(leaf, [sites[k] for k in others], [forms[k] for k in others])
         if common:
             if others:
                 choice = choice._replace(rule=f"{choice.rule} + common")
-            # Inner products with a common gradient take a product as large as the forward pass.
-            # Positions are between the axis of examples and that of outputs.
+            # Each common gradient, as large as the leaf, is multiplied with the data at every
+            # position of the other sites, or once with itself. Cotangents have the axes
+            # [batch, *positions, outputs].
             positions = sum(math.prod(cotangents[k].shape[1:-1]) for k in others)
             more = max(1, positions) * len(common) * leaf.size
             choice = choice._replace(operations=choice.operations + more)
@@ -257,9 +279,13 @@ def foresee(leaf: Shape, sites: Sequence[Site], index: int) -> Choice:
 
 
 def aligned(forms: Sequence[Outer]) -> list[Outer] | None:
-    """The forms of one leaf, transposed to the axes of the first; None if they cannot be."""
+    """The forms of one leaf, with the axes of the leaf as inputs and outputs as in the first form.
+
+    The Gram rule takes inner products of different forms, which have to count the same axes. The
+    result is None if a form has other axes, or unknown ones.
+    """
     if len(forms) < 2:
-        return list(forms)
+        return list(forms)  # there is nothing to align
     first = forms[0]
     if first.axes is None:
         return None
@@ -269,8 +295,8 @@ def aligned(forms: Sequence[Outer]) -> list[Outer] | None:
         if form.axes == first.axes:
             aligned_forms.append(form)
         elif form.axes == (blocks, outputs, inputs) and not form.indexed:
-            # Tied weights: one use contracts the axis that the other produces. The transpose of a
-            # sum of outer products exchanges the two factors.
+            # Tied weights: one use contracts the axis that the other produces. Its gradient is
+            # transposed: the transpose of a sum of outer products exchanges the two factors.
             inputs_of_form = jnp.concatenate(form.x, axis=2)
             x = jnp.swapaxes(form.g, 2, 3)  # [batch, blocks, outputs, positions]
             g = jnp.swapaxes(inputs_of_form, 2, 3)  # [batch, blocks, positions, inputs]

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The book-keeping engine: clipped sums without per-example gradients.
 
-One forward and one backward pass give the data and the cotangent of each example at every site,
-which is a place where the loss uses parameters. From them follow the norms of all gradients, from
-the norms the factors, and from the factors the clipped sum.
+One forward and one backward pass give the data and the cotangent of each example at every *site*,
+which is an equation of the loss in which parameters, or values computed from them, meet the data.
+From them follow the norms of all gradients, from the norms the factors, and from the factors the
+clipped sum. A leaf with a use that cannot be a site is *materialised*: JAX differentiates by it for
+each example. Leaves have numbers, in the order of `jax.tree.leaves`.
 
 References:
   Goodfellow, "Efficient Per-Example Gradient Computations", 2015; Bu et al.,
@@ -43,26 +45,34 @@ class _LeafUses(NamedTuple):
     """The results of the backward pass for one leaf."""
 
     squares: Squares  # of the norm of each example's gradient of the leaf
-    pieces: Pieces | None  # these gradients, if they are in memory
+    pieces: Pieces | None  # these gradients, if the clipped sum is to read them
     entries: Sequence[Entry] = ()  # the sites with a gradient for each example
     commons: Sequence[Common] = ()  # gradients that all examples share
 
 
 def ghost(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTree) -> ClippedSum:
-    """The clipped sum of a batch by book-keeping: an engine as in `dpjax.gradients.batching`."""
+    """The clipped sum of a batch by book-keeping, added to ``start``.
+
+    Args:
+      loss: The loss, whose trace finds the sites.
+      rule: Divides the leaves into groups; gives each group of an example a factor from its norm.
+      params: The parameters, at which gradients are taken.
+      rows: The examples, with a mask that is False for padding, and weights for the factors.
+      start: A sum of the structure of ``params``, as of earlier microbatches.
+    """
     leaves = wide_leaves(params)
     groups = rule.partition.assign(params)  # the group of each leaf
     losses, aux, entries, gradients = backward(loss, params, rows.batch)
     uses_of_leaves = _with_norms(entries, gradients, leaves)
+    # One array [batch] for each group, in which the squared norms of its leaves add up.
     squares = [jnp.zeros_like(losses, trees.wide(losses.dtype))] * rule.partition.size
     for i, uses in uses_of_leaves.items():
-        # Squared norms of leaves add up within a group.
         squares[groups[i]] = squares[groups[i]] + uses.squares
     norms = jnp.sqrt(jnp.stack(squares, axis=-1))
     real = rows.mask[:, None]
     factors = jnp.where(real, rule.factors(norms), 0) * rows.weights
     factors_of_leaves = {i: factors[:, groups[i]] for i in uses_of_leaves}
-    sound = jnp.all(jnp.isfinite(norms), axis=1)
+    sound = jnp.all(jnp.isfinite(norms), axis=1)  # the rule gives other examples a factor of 0
     sums = _plus_sums(jax.tree.leaves(start), uses_of_leaves, factors_of_leaves, leaves, sound)
     value = jax.tree.structure(params).unflatten(sums)
     losses = jnp.where(rows.mask, losses, 0)
@@ -73,12 +83,16 @@ def ghost(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
 def _with_norms(
     entries: Mapping[int, Sequence[Entry]], gradients: Mapping[int, Array], leaves: Sequence[Array]
 ) -> dict[int, _LeafUses]:
-    """The uses of each leaf, from its sites or, if it is materialised, its gradients."""
+    """The squared norms of each leaf, and what its clipped sum reads.
+
+    ``gradients`` ``[batch, ...]`` are of the materialised leaves, ``entries`` of the other leaves.
+    """
     uses_of_leaves: dict[int, _LeafUses] = {}
     for i, gradient in gradients.items():
-        norms = trees.group_norms([gradient], (0,), 1)[:, 0]  # the leaf as the only group
+        # `group_norms` returns [batch, groups]: the leaf is the only group, number 0.
+        norms = trees.group_norms([gradient], (0,), 1)[:, 0]
         uses_of_leaves[i] = _LeafUses(norms**2, Pieces([gradient]))
-    # From here on the entries are those with a gradient for each example.
+    # Gradients that all examples share, apart from scales, go from the entries to `commons`.
     entries, commons = divided(entries, leaves)
     behind_kernels = gradients_behind_kernels(entries, leaves)
     for i, leaf_entries in entries.items():
@@ -100,16 +114,17 @@ def _plus_sums(
 ) -> list[Array]:
     """The arrays of ``start``, one for each leaf, plus the leaf's clipped sum.
 
-    ``factors`` has an array ``[batch]`` for each leaf. An example is sound if its norms are finite.
+    ``factors`` has an array ``[batch]`` for each leaf. An example is ``sound`` if its norms are
+    finite. Others have factors of 0, and `clipped_sums` replaces their data: 0 times NaN is NaN.
     """
     totals = list(start)
-    leaf_sums: dict[int, LeafSum] = {}
+    leaf_sums: dict[int, LeafSum] = {}  # computed below, together: leaves share data
     for i, uses in uses_of_leaves.items():
         if uses.pieces is not None:
             leaf_sums[i] = of_kept(uses.pieces, factors[i])
             continue
         if not uses.entries:
-            continue  # all gradients of the leaf are common
+            continue  # all gradients of the leaf are common: they are added below
         add_to_table = into_table(i, uses.entries)
         if add_to_table is not None:
             # The sum is added in place, because a microbatch of a language model touches few rows
@@ -132,10 +147,12 @@ def gradients_behind_kernels(
     """Per-example gradients ``[batch, ...]`` of leaves from which the loss computes its kernels.
 
     The norm of such a leaf's gradient does not follow from the norm of the kernel's gradient,
-    unless the kernel is an isometry: the same numbers in another order.
+    unless the kernel is an isometry: the same numbers in another order. The leaves of all kernels
+    are pulled back together, because leaves may share a kernel.
+
+    A leaf that also has common gradients is not among them: it only has them if all its other sites
+    are isometric.
     """
-    # A leaf with a common gradient is not among them: by `cost.common_sites` its other sites are
-    # isometric.
     wanted = []
     entries_by_id: dict[int, Entry] = {}  # an entry of several leaves once
     for leaf, entries in entries_of_leaves.items():
@@ -146,6 +163,7 @@ def gradients_behind_kernels(
         return {}
     used = list(entries_by_id.values())
     forms = [form_of(*entry) for entry in used]
+    # Norm and sum both read the result, so products may round as the loss's own do.
     return instantiated(wanted, used, forms, leaves, exact=False)
 
 
@@ -161,20 +179,23 @@ class Backward(NamedTuple):
 def backward(loss: Traced, params: PyTree, batch: PyTree) -> Backward:
     """One vmapped forward and backward pass, with a zero *tap* on the output of each site.
 
-    The derivative by a tap is the cotangent of that output.
+    The derivative by a tap is the cotangent of that output. Materialised leaves are differentiated
+    in the same pass.
     """
     leaves = jax.tree.leaves(params)
     program = loss.program(params, trees.one_row(batch))
-    # Taps and leaves are not batched: vmap of the derivative gives each example's own cotangents.
+    # Taps have the shapes of one example, and examples share them: under `vmap` the derivative is
+    # nevertheless each example's own.
     taps = [jnp.zeros(site.output.shape, site.output.dtype) for site in program.sites]
     materialised = {i: leaves[i] for i in program.materialised}
+    # `run` maps ``(taps, materialised, leaves, example)`` to ``(loss, (aux, data of each site))``.
     differentiated = jax.value_and_grad(program.run, argnums=(0, 1), has_aux=True)
     per_example = jax.vmap(differentiated, in_axes=(None, None, None, 0))
     values, (cotangents, gradients) = per_example(taps, materialised, leaves, batch)
     losses, (aux, data) = values
     entries: dict[int, list[Entry]] = {}
     for site, site_data, cotangent in zip(program.sites, data, cotangents, strict=True):
-        # The clipping rule relies on a float32 norm whatever the dtype of the model.
+        # Norms are float32 or wider, as the clipping rule expects, whatever the dtype of the model.
         wide_data = [trees.widened_exactly(x) for x in site_data]
         entry = Entry(site, wide_data, trees.widened_exactly(cotangent))
         for leaf in site.leaves:

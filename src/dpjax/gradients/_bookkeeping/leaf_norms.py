@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Norms: the squared norm of each example's gradient of one leaf, from its sites.
 
+A *site* is an equation of the loss in which a *view*, a value computed from leaves of the
+parameters, meets the data; an *entry* is a site with the data and cotangents of a batch. Its
+*form*, an `Outer`, has the gradient of the view as a sum of outer products $x_s g_s^\top$ over
+positions $s$. The view is an *isometry* if it only rearranges the entries of one leaf.
+
 Five rules lead to a norm; `cost.choose` takes the cheapest that fits:
 
 * *product*: a single position, $\lVert x g^\top \rVert = \lVert x \rVert \lVert g \rVert$;
@@ -14,6 +19,10 @@ Norms are float32 or wider, at the highest precision. The margin of the noise co
 and that of sums, where nothing cancels. Positions and uses of a leaf can cancel, and the rounding
 error is then relative to the terms: the gram rule first subtracts the mean over positions, and a
 norm whose sum is another product grows by a bound on its rounding.
+
+An accelerator may multiply matrices in one pass, which rounds its operands. Where the loss does so
+at a site, its form is *short*: norm and sum may both be of operands that are rounded first, whose
+product in one pass is exact.
 """
 
 from __future__ import annotations
@@ -53,22 +62,24 @@ def norms(
       leaf: The number of the leaf.
       entries: All sites of the leaf, with the data and cotangents of the batch.
       leaves: All leaves of the parameters.
-      exact: As for `leaf_sums.placed`.
+      exact: If False, per-example gradients may be rounded as the loss rounds, or to bfloat16.
 
     Returns:
-      ``[batch]``, and the per-example gradients where the clipped sum is to be taken of them; None
-      where it comes from another product.
+      Squared norms ``[batch]``, and the per-example gradients if the clipped sum is to read them;
+      None if it comes from another product.
     """
     forms = [form_of(*entry) for entry in entries]
     choice = choose(leaves[leaf], [entry.site for entry in entries], forms)
     if choice.rule == "gram":
-        # The sum comes from a second product, which reads the same rounded numbers.
+        # The clipped sum comes from a second product, which rounds data and cotangents of short
+        # forms. The norm has to be of the same numbers.
         forms = [form_of(*entry.rounded()) for entry in entries]
     known_forms = [form for form in forms if form is not None]
     outers = aligned(known_forms)
-    # The next three rules are only chosen if the forms can be aligned.
+    # These three rules are only chosen if all sites have forms, which can be aligned. The first two
+    # have a single form.
     if choice.rule == "product" and outers is not None:
-        x_squares, g_squares = _squared_lengths(outers[0])
+        x_squares, g_squares = _squared_lengths(outers[0])  # [batch, blocks, 1 position]
         return jnp.sum(x_squares * g_squares, axis=(1, 2)), None
     if choice.rule == "rows" and outers is not None:
         squares = _row_norms(outers[0])
@@ -76,6 +87,7 @@ def norms(
     if choice.rule == "gram" and outers is not None:
         squares = _gram_norms(outers)
         return _rounded_up(squares, outers), None
+    # The rules "instantiate" and "derivative" form the gradients.
     pieces = _instantiated_pieces(leaf, entries, forms, leaves, exact)
     squares = added([squared(gradients) for gradients in pieces.gradients])
     if choice.keep:
@@ -108,8 +120,9 @@ def _gram_norms(forms: Sequence[Outer]) -> Squares:
 
     Here $a$ and $b$ are sites, $h$ is a block, and $s$ and $t$ are positions of the two sites.
     """
-    # The numbers of a `short` form are exact in one pass of an accelerator, and differences from
-    # their mean are not. Row numbers have no mean.
+    # Positions that nearly cancel lose fewer digits without the mean of their inputs. On an
+    # accelerator one pass multiplies rounded numbers exactly, but not their differences from a
+    # mean. Row numbers have no mean.
     if _platforms.on_cpu() and not any(form.indexed for form in forms):
         forms = [_centred(forms)]
     first = forms[0].g
@@ -117,13 +130,14 @@ def _gram_norms(forms: Sequence[Outer]) -> Squares:
     for i, j in itertools.combinations_with_replacement(range(len(forms)), 2):
         a = forms[i]
         b = forms[j]
+        # None is a single pass, which is exact for the rounded numbers of short forms.
         precision = None if a.short and b.short else HIGHEST
         x_products = _inner_products(a, b, precision)
         g_products = product("bhsn,bhtn->bhst", a.g, b.g, precision)
-        count = 1 if i == j else 2  # a pair of different sites stands for both orders
+        count = 1 if i == j else 2  # the pair (i, j) also stands for (j, i)
         total = total + count * jnp.sum(x_products * g_products, axis=(1, 2, 3))
-    # Terms that cancel leave an error relative to the terms. Without the maximum, a total below 0
-    # has a NaN root, which drops the example.
+    # Where terms cancel, the rounding error is relative to the terms, not to their total, which it
+    # may make negative. Without the maximum the root is then NaN, which drops the example.
     error = _ROUNDINGS * jnp.finfo(total.dtype).eps * _uncancelled(forms) ** 2
     return jnp.maximum(total, 0) + error
 

@@ -1,7 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clipped sums: from factors to the weighted sum of one leaf's per-example gradients.
+r"""Clipped sums: from factors to the weighted sum of one leaf's per-example gradients.
 
 `of_kept` sums per-example gradients that exist; `recomputed` takes one product for each site.
+
+A *site* is an equation of the loss in which a *view*, a value computed from leaves of the
+parameters, meets the data. The view is an *isometry* if it only rearranges the entries of one leaf.
+The *form* of a site, an `Outer`, has one example's gradient of the view as a sum of outer products
+$x_s g_s^\top$ over positions $s$, in blocks: an array ``[blocks, inputs, outputs]``. A table from
+which the data take rows has an *indexed* form: an $x_s$ is one-hot, and stored as a row number.
+Where the loss multiplies in one pass of a matrix unit, which rounds its operands, a form is
+*short*: norm and sum may both be of the rounded operands.
 """
 
 from __future__ import annotations
@@ -62,7 +70,10 @@ class Pieces(NamedTuple):
 
 
 class LeafSum(NamedTuple):
-    """The clipped sum: ``total`` of ``arrays``; if these are finite, a factor of 0 gives 0."""
+    """The clipped sum is ``total(arrays)``, after `clipped_sums` has masked unsound examples.
+
+    An example with a factor of 0 contributes 0 if its rows of the arrays are finite.
+    """
 
     arrays: Sequence[Array]
     total: Callable[[Sequence[Array]], Array]
@@ -88,8 +99,9 @@ def recomputed(
     scaled = [entry.rounded().scaled(factors) for entry in entries]
     data_of_sites = [x for entry in scaled for x in entry.data]
 
-    def total(data_of_sites: Sequence[Array]) -> Array:
-        remaining = iter(data_of_sites)
+    def total(masked_data: Sequence[Array]) -> Array:
+        """The sum, from the masked arrays in place of `data_of_sites`, in the same order."""
+        remaining = iter(masked_data)
         masked = []
         for entry in scaled:
             data = [next(remaining) for _ in entry.data]
@@ -154,27 +166,34 @@ def weighted_sum(gradients: Array, factors: Squares) -> Array:
 
 
 def summed(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> Array:
-    """The sum over examples of the gradients of a leaf; each site takes its best product."""
+    """The sum over examples of the gradients of a leaf, from cotangents that are already scaled.
+
+    Each site adds its part by the first way that fits: a VJP for all examples if its form is short,
+    a matrix product if it has another form, or, without matrices to multiply, a plain sum or a VJP.
+    """
     total = jnp.zeros_like(leaves[leaf])
     for entry in entries:
         form = form_of(*entry)
         if form is not None and form.short:
-            # The matrix unit rounds what it multiplies, so each half of a cotangent has a pass.
+            # The loss's own product in one pass rounds what it multiplies, so the cotangent is
+            # divided into two halves that one pass each reads exactly.
             pull_back = _summing(leaf, entry, leaves)
             sums = [pull_back(half) for half in halves(entry.cotangent)]
             total = added([total, *sums])
             continue
         if form is not None and not form.indexed:
-            # A VJP by all leaves of the site, as JAX cannot differentiate by only a padding value.
+            # One product sums over examples. Then one VJP goes from the view, `site.of(leaves)`, to
+            # all leaves of the site, as JAX cannot differentiate by only a padding value.
             pull_back = pulled(sorted(entry.site.leaves), leaves, entry.site.of)
-            # The pull-back through the view runs once, after the sum over examples.
-            of_site = pull_back(form.joined(_over_all(form)))[leaf]
+            gradient_of_view = form.joined(_over_all(form))
+            of_site = pull_back(gradient_of_view)[leaf]
         elif form is None and as_large_as_cotangents(leaves[leaf], [entry.site]):
-            # The scaled cotangents of an elementwise use are the scaled gradients.
+            # An example's gradient is as large as its cotangent, as at an elementwise use. So the
+            # gradients, which are scaled as their cotangents are, are formed and added.
             gradients = instantiated([leaf], [entry], [None], leaves)[leaf]
             of_site = weighted_sum(gradients, jnp.ones(len(gradients), gradients.dtype))
         else:
-            # One-hot columns have no product; their VJP is a scatter-add.
+            # The VJP of an indexed form is a scatter-add; other sites here have no form.
             of_site = _summing(leaf, entry, leaves)(entry.cotangent)
         total = total + of_site
     return total
@@ -205,22 +224,25 @@ def into_table(leaf: int, entries: Sequence[Entry]) -> Callable[[Array, Squares]
     """``(total, factors) -> total``, which adds the clipped sum of a table in place.
 
     A batch uses few rows of a table, so a separate sum is mostly zeros. The result is None for a
-    leaf that is not a table, and for one that is used twice, after a change, or in a scan: rows of
-    its forms are not rows of the leaf.
+    leaf that is used twice, and for one from which the data do not take rows as they are: the view
+    of the site has to be the leaf itself, outside of scans, and its form has to be indexed.
     """
     if len(entries) > 1:
         return None
     (entry,) = entries
     site = entry.site
+    # `stacks` has a flag for each scan around the site.
     if site.stacks or not site.isometry or site.leaves != {leaf}:
         return None
     form = form_of(*entry)
-    if form is None or not form.indexed or site.axes != tuple(range(len(site.shape))):
+    has_axes_of_leaf = site.axes == tuple(range(len(site.shape)))
+    if form is None or not form.indexed or not has_axes_of_leaf:
         return None
 
     def add(total: Array, factors: Squares) -> Array:
         scaled = form_of(*entry.scaled(factors))
         assert scaled is not None
+        # A row of cotangents, and its number in the table, for each position of each example.
         rows = scaled.g.reshape(-1, *total.shape[1:])
         indices = scaled.x[0].reshape(-1)
         return total.at[indices].add(rows.astype(total.dtype))
@@ -249,8 +271,8 @@ def placed(
 ) -> tuple[Callable[[Sequence[Array]], Array], list[Array]]:
     """The map from pieces of a gradient to the leaf, and each example's gradient in such pieces.
 
-    A piece is ``[blocks, inputs, outputs]``. Unless ``exact``, the gradients are rounded as the
-    product of the loss rounds, or to bfloat16.
+    A piece is ``[blocks, inputs, outputs]``, with some of the inputs of the form. Unless ``exact``,
+    the gradients are rounded as the product of the loss rounds, or to bfloat16.
     """
     pull_back = pulled([leaf], leaves, entry.site.of)
 
@@ -261,12 +283,18 @@ def placed(
 
 
 def _products(entry: Entry, form: Outer, exact: bool) -> list[Array]:
-    """Each example's outer products, summed over positions, for each piece of the inputs."""
+    """Each example's outer products, summed over positions.
+
+    The result has an array ``[batch, blocks, inputs, outputs]`` for each piece of the inputs. It
+    may round as the loss's own product does, and on a GPU to bfloat16, unless it has to be
+    ``exact``.
+    """
     precision = precision_of(entry.site.equation.params)
-    if exact and not form.short:  # the numbers of a `short` form are exact in one pass
+    if exact and not form.short:  # one pass is exact for the rounded operands of a short form
         precision = HIGHEST
     dtypes = {x.dtype for x in (*entry.site.data, entry.site.output)}
-    # A GPU keeps gradients in bfloat16, and sums their norm and total in float32.
+    # If the loss multiplies in bfloat16, a GPU also keeps these gradients in bfloat16. The norm and
+    # the clipped sum both read them, and add in float32.
     as_bfloat16 = not exact and _platforms.on_gpu() and dtypes == {jnp.dtype(jnp.bfloat16)}
 
     def product_of(x: Array, g: Array) -> Array:
@@ -287,17 +315,18 @@ def instantiated(
 ) -> dict[int, Float[Array, "batch ..."]]:
     """Each example's gradients of the ``wanted`` leaves, from all sites of these leaves.
 
-    A form gives the gradient of the view at its site; the gradients of one view are added. They and
-    the cotangents of all other sites are then pulled back together: what leaves share, such as a
-    kernel or a norm of all parameters, may take longer than the sites. ``exact`` as in `placed`.
+    Where a site has a form, a product gives the gradient of its view; other sites have a cotangent
+    of their output. One VJP then goes back from all these views and outputs to the leaves, because
+    they may share costly values, such as a norm of all parameters. ``exact`` is as in `_products`.
     """
-    gradients_of_views: dict[Any, list[Array]] = {}  # by the function from leaves to the view
+    # The keys are `site.of`, the functions from leaves to views, one for all sites of a view.
+    gradients_of_views: dict[Any, list[Array]] = {}
     others: list[Entry] = []
     for entry, form in zip(entries, forms, strict=True):
-        if form is None or form.indexed:  # one-hot columns have no product
+        if form is None or form.indexed:  # there are no matrices to multiply
             others.append(entry)
         else:
-            gradients = jax.vmap(form.joined)(_products(entry, form, exact))
+            gradients = jax.vmap(form.joined)(_products(entry, form, exact))  # [batch, *view]
             of_view = gradients_of_views.setdefault(entry.site.of, [])
             of_view.append(trees.widened_exactly(gradients))
     differentiated = sorted(union(entry.site.leaves for entry in entries))
@@ -305,18 +334,18 @@ def instantiated(
     def pulled_back(
         data: Sequence[Sequence[Array]], cotangents: Sequence[Array]
     ) -> dict[int, Array]:
-        """The gradients of one example, from its data at the other sites."""
+        """The gradients of one example, from its data at the other sites and all its cotangents."""
 
         def views_and_outputs(leaves: Sequence[Array]) -> list[Array]:
             memo: Memo = {}  # of values that several views and sites compute
-            values = [view(leaves, memo) for view in gradients_of_views]
+            values = [view_of(leaves, memo) for view_of in gradients_of_views]
             for entry, entry_data in zip(others, data, strict=True):
                 values.append(entry.site.apply(leaves, entry_data, memo))
             return values
 
         return pulled(differentiated, leaves, views_and_outputs)(cotangents)
 
-    cotangents = list(map(added, gradients_of_views.values()))
+    cotangents = list(map(added, gradients_of_views.values()))  # summed over the sites of a view
     cotangents += [entry.cotangent for entry in others]
     gradients = jax.vmap(pulled_back)([entry.data for entry in others], cotangents)
     return {leaf: gradients[leaf] for leaf in wanted}

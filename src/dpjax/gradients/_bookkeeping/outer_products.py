@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Outer products: one form for the gradients of matrix products, convolutions and embeddings.
 
-One example's gradient of the view is a sum of outer products over positions $s$,
+A *site* is an equation of the loss in which a *view*, a value computed from leaves of the
+parameters, such as a kernel, meets the data. One example's gradient of the view is a sum of outer
+products over positions $s$,
 
 $$ G_{hkd} = \sum_s x_{hks} \, g_{hsd}, $$
 
 with blocks $h$, inputs $k$ and outputs $d$. The $x$ are made of the data at the site, the $g$ of
-the cotangent. For ``x @ w`` with a sequence ``x`` of tokens, positions are the tokens, inputs the
-rows of ``w`` and outputs its columns. A use without such a form has the VJP of the equation.
+the cotangent of its output. For ``x @ w`` with a sequence ``x`` of tokens, positions are the
+tokens, inputs the rows of ``w`` and outputs its columns. A use without such a form has the VJP of
+the equation.
 
-A form receives data and cotangents with the leading axes ``[batch, *rounds]``: the examples, and an
-axis for each scan around the site. ``lead`` is their number, and axis numbers of equations do not
-count them.
+A form, an `Outer`, is made of data and cotangents with the leading axes ``[batch, *rounds]``: the
+examples, and an axis for each scan around the site. ``lead`` is the number of these axes, and axis
+numbers of equations do not count them. Until `without_stacks` removes the rounds, they also lead in
+the arrays of the form.
 """
 
 from __future__ import annotations
@@ -94,16 +98,18 @@ def rounded(x: Array) -> Array:
 
 
 def without_stacks(site: Site, outer: Outer) -> Outer:
-    """Removes the axes of rounds from a form, whose arrays are ``[batch, *rounds, blocks, ..]``.
+    """Removes the axes of rounds from a form, whose arrays are ``[batch, *rounds, blocks, ...]``.
 
-    If a scan slices the view, as stacked layers, each round has a gradient of its own slice: the
-    rounds become blocks. If all rounds share the view, their gradients add up: the rounds become
+    ``site.stacks`` has a flag for each scan, the outermost first: whether it slices the view, as a
+    scan over stacked layers does. Each round then has a gradient of its own slice: the rounds
+    become blocks. If all rounds share the view, their gradients add up: the rounds become
     positions.
     """
     pieces = list(outer.x)
     g = outer.g
     place = outer.place
-    # The innermost scan is first, because each merge moves the axes behind it.
+    # The innermost scan is merged first: its rounds are next to the blocks, and no axis before them
+    # moves.
     for scan in reversed(range(len(site.stacks))):
         rounds_axis = 1 + scan
         blocks_axis = rounds_axis + 1
@@ -112,7 +118,8 @@ def without_stacks(site: Site, outer: Outer) -> Outer:
             pieces = [_merged(piece, rounds_axis, blocks_axis) for piece in pieces]
             place = _by_round(place, rounds=site.output.shape[scan])
         else:
-            # Positions come after the blocks in `g`, and are the last axis of `x`.
+            # Positions come after the blocks in ``g``, which has outputs as its last axis. They are
+            # the last axis of ``x``, with or without inputs before them.
             g = _merged(g, rounds_axis, blocks_axis + 1)
             pieces = [_merged(piece, rounds_axis, piece.ndim - 1) for piece in pieces]
     return outer._replace(x=tuple(pieces), g=g, place=place)
@@ -137,16 +144,18 @@ def _by_round(place: Callable[[Array], Array], rounds: int) -> Callable[[Array],
 def dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
     """The form of a matrix product of the view with the data.
 
-    Its contracted axes are the inputs, and its batch axes, which are not the examples, the blocks.
-    The free axes of the data are the positions, and the free axes of the view are the outputs.
+    The axes that the product contracts are the inputs, and its batch axes, which are not the
+    examples, the blocks. The free axes of the data are the positions, and the free axes of the view
+    are the outputs.
     """
     if cotangent.size == 0 or data[0].size == 0:
         return None  # the derivative gives the zeros of an empty product
     view = site.operand  # the view is the left operand, 0, or the right one, 1
     other = 1 - view
+    # Each has a tuple of axes for the left operand, and one for the right.
     contracted, batch = site.equation.params["dimension_numbers"]
-    # Each contracted axis of the view with that of the data, in the order of the leaf's axes. So
-    # `cost.aligned` can compare two uses of one leaf, one of them transposed.
+    # Pairs of a contracted axis of the view and one of the data, sorted by the leaf's axis. So two
+    # uses of one leaf count its axes in the same order, and `cost.aligned` can compare them.
     pairs = list(zip(contracted[view], contracted[other], strict=True))
     pairs.sort(key=lambda pair: _leaf_axis(site, pair[0]))
     inputs = [view_axis for view_axis, _ in pairs]
@@ -154,7 +163,7 @@ def dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | 
     view_axes = range(len(site.shape))
     outputs = [axis for axis in view_axes if axis not in (*inputs, *batch[view])]
 
-    (x,) = data
+    (x,) = data  # the operand that is not the view
     lead = 1 + len(site.stacks)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         x = x.astype(cotangent.dtype)  # the square of an int8 overflows
@@ -162,19 +171,20 @@ def dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | 
     free = [axis for axis in data_axes if axis not in (*inputs_of_data, *batch[other])]
     axes_of_data = (batch[other], free, inputs_of_data)  # its blocks, positions and inputs
     sizes = [math.prod(x.shape[lead + axis] for axis in axes) for axes in axes_of_data]
+    # [batch, *rounds, blocks, positions, inputs]
     x = _arranged(x, lead, [*batch[other], *free, *inputs_of_data], sizes)
-    # From [batch, *rounds, blocks, positions, inputs]
-    # to   [batch, *rounds, blocks, inputs, positions].
+    # [batch, *rounds, blocks, inputs, positions]
     x = jnp.swapaxes(x, -1, -2)
     blocks, positions, _ = sizes
-    # The cotangent has the batch axes, then the free axes of the left operand, then of the right.
+    # The cotangent has the batch axes, then the free axes of the left operand, then of the right:
+    # the outputs are the free axes of the view, so they are the last ones if it is on the right.
     # It becomes [batch, *rounds, blocks, positions, outputs].
     if view == 1:
         g = cotangent.reshape(*cotangent.shape[:lead], blocks, positions, -1)
     else:
         g = cotangent.reshape(*cotangent.shape[:lead], blocks, -1, positions)
         g = jnp.swapaxes(g, -1, -2)
-    order = [*batch[view], *inputs, *outputs]
+    order = [*batch[view], *inputs, *outputs]  # all axes of the view
 
     def place(gradient: Array) -> Array:
         """``[blocks, inputs, outputs]`` in the layout of the view."""
@@ -187,13 +197,16 @@ def dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | 
 def convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
     """The form of a convolution: patches of the images, times the cotangents of their places.
 
-    Groups of channels are blocks. Inputs are the entries of the kernel, each with all channels of a
-    group. Positions are the places of the kernel on all images of an example.
+    A *place* is where the kernel stands on an image: it has one pixel of the output, and a patch of
+    the image's pixels under the kernel. An *entry* of the kernel is an offset in it: a kernel of
+    3 x 3 has 9. Groups of channels are blocks, entries with the channels of a group are inputs, and
+    places on all images of an example are positions.
     """
     parameters = site.equation.params
     (images,) = data
     is_empty = cotangent.size == 0 or images.size == 0
-    # Views as images, groups of the batch and empty arrays are left to the derivative.
+    # Images that are the view (the kernel is operand 1), groups of the batch and empty arrays have
+    # the VJP of the equation instead of a form.
     if site.operand != 1 or parameters["batch_group_count"] != 1 or is_empty:
         return None
     numbers = parameters["dimension_numbers"]
@@ -201,15 +214,15 @@ def convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | 
     output_axis, channel_axis, *space = numbers.rhs_spec  # the axes of the kernel
     kernel_shape = [site.shape[axis] for axis in space]
     lead = 1 + len(site.stacks)
-    around = images.shape[:lead]
-    # Leading axes are merged for the patches: ``[merged, images, *space, channels]``.
+    around = images.shape[:lead]  # [batch, *rounds]
+    # These leading axes become one, as `patches` expects: [merged, images, *space, channels].
     x = _last_channels(images.reshape(-1, *images.shape[lead:]), numbers.lhs_spec)
     g = _last_channels(cotangent.reshape(-1, *cotangent.shape[lead:]), numbers.out_spec)
     dilates_input = max(parameters["lhs_dilation"]) > 1
     if groups == 1 and set(parameters["window_strides"]) == {1} and dilates_input:
-        # This is a transposed convolution.
+        # This is a transposed convolution, whose patches are mostly zeros.
         return _transposed(site, around, x, g, kernel_shape)
-    positions = math.prod(g.shape[1:-1])
+    positions = math.prod(g.shape[1:-1])  # images and places
 
     def by_group(patch: Array) -> Array:
         """``[merged, entries, channels, images, *places]`` to a piece of `Outer.x`."""
@@ -220,14 +233,16 @@ def convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | 
         patch = jnp.moveaxis(patch, lead, lead + 1)
         return patch.reshape(*around, groups, -1, positions)  # entries * channels as inputs
 
+    # Each piece has the pixels under some of the entries.
     pieces = patches(parameters, x, kernel_shape, places=g.shape[2:-1])
     g = g.reshape(*around, positions, groups, -1)
     g = jnp.moveaxis(g, -2, lead)  # [*around, groups, positions, outputs of a group]
 
     place = functools.partial(_kernel, site)
-    axes = None
+    axes = None  # groups divide the axis of outputs, so blocks and outputs are not axes of the leaf
     if groups == 1:
         axes = _leaf_axes(site, (), [*space, channel_axis], [output_axis])
+    # Patches repeat pixels, so each product writes them to memory first: the form is `copied`.
     return Outer(tuple(map(by_group, pieces)), g, place, axes, copied=True)
 
 
@@ -250,8 +265,9 @@ def _transposed(
 ) -> Outer:
     """The form of a transposed convolution, by patches of the cotangent instead of the input.
 
-    The input is dilated, so most numbers of its own patches are zeros. Inputs of the form are the
-    channels of ``x``, outputs are the entries of the kernel with the channels of ``g``, and
+    The input ``x`` is dilated, so most numbers of its own patches are zeros. Each pixel of ``x``
+    meets a patch of the cotangent ``g``, one pixel for each entry of the kernel. Inputs of the form
+    are the channels of ``x``, outputs are the entries of the kernel with the channels of ``g``, and
     positions are the pixels of ``x``. Both arrays are ``[merged, images, *space, channels]``, where
     ``merged`` stands for the leading axes ``around``.
     """
@@ -270,17 +286,20 @@ def _transposed(
     )
     for (low, _), dilation, spread, entries, input_pixels, output_pixels in sides:
         # Input pixel q meets entry k of the kernel at output pixel q * dilation + low - k * spread.
-        # The first of these is that of the last k and q = 0, the last that of k = 0 and the last q.
+        # The first of these pixels, with the last k and q = 0, is `before` pixels in front of the
+        # output; the last, with k = 0 and the last q, is `after` pixels behind it.
         before = (entries - 1) * spread - low
         after = (input_pixels - 1) * dilation + low - (output_pixels - 1)
         padding.append((before, after))
-    of_cotangent = {
+    # Neighbouring pixels of the input are its dilation apart on the cotangent.
+    parameters_for_cotangent = {
         **parameters,
         "padding": padding,
         "lhs_dilation": [1] * len(kernel_shape),
         "window_strides": parameters["lhs_dilation"],
     }
-    pieces = patches(of_cotangent, g, kernel_shape, places=pixels)
+    # [merged, entries, channels, images, *pixels of x], each with the next entries
+    pieces = patches(parameters_for_cotangent, g, kernel_shape, places=pixels)
     # The axes of entries and of channels become one, the outputs of the form.
     outputs_of_pieces = [piece.reshape(piece.shape[0], -1, *piece.shape[3:]) for piece in pieces]
     patch = jnp.concatenate(outputs_of_pieces, axis=1)
@@ -299,8 +318,9 @@ def _transposed(
 
     one_block_of_x = jnp.expand_dims(x, lead)
     one_block_of_g = jnp.expand_dims(jnp.swapaxes(patch, -1, -2), lead)
-    # No `LeafAxes`, which two uses compare: the entries are flipped here.
-    return Outer((one_block_of_x,), one_block_of_g, place, None)
+    # Other uses of the kernel do not count its entries from the last one, so the form has no axes
+    # by which they could be compared.
+    return Outer((one_block_of_x,), one_block_of_g, place, axes=None)
 
 
 def _transposed_back(array: Array, order: Sequence[int]) -> Array:
@@ -329,19 +349,21 @@ def gather(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
         return None
     (indices,) = data
     lead = 1 + len(site.stacks)
-    around = cotangent.shape[:lead]
+    around = cotangent.shape[:lead]  # [batch, *rounds]
     # ``offset_dims`` are the axes of the cotangent that count the numbers of a row.
     row_axes = parameters["dimension_numbers"].offset_dims
     positions = [axis for axis in range(cotangent.ndim - lead) if axis not in row_axes]
     width = math.prod(site.shape[1:])
+    # There is one block: [*around, 1, positions, outputs] and [*around, 1, positions].
     g = _arranged(cotangent, lead, [*positions, *row_axes], [1, -1, width])
     indices = indices.reshape(*around, 1, -1)
     if indices.dtype.itemsize < 4:
-        indices = indices.astype(jnp.int32)  # an int8 cannot be compared with 256 rows
+        indices = indices.astype(jnp.int32)  # the number of rows may not fit in an int8
     rows = site.shape[0]
     is_inside = (indices >= 0) & (indices < rows)
     if parameters["mode"] != jax.lax.GatherScatterMode.CLIP:
-        # Other modes drop the gradient of an index outside; CLIP moves it to the first or last row.
+        # Other modes drop the gradient of an index outside; CLIP moves it to the first or last row,
+        # as `jnp.clip` below does.
         g = jnp.where(is_inside[..., None], g, 0)
     indices = jnp.clip(indices, 0, rows - 1)
     axes = _leaf_axes(site, (), [0], list(range(1, len(site.shape))))
@@ -399,15 +421,15 @@ def precision_of(parameters: dict[str, Any]) -> Any:
     """The precision at which a kept gradient is formed: on accelerators the loss's own.
 
     An equation has a `jax.lax.Precision`, a pair for its two operands, None for the default, or the
-    name of an algorithm.
+    name of an algorithm. The result is one precision for both operands, or None for the default.
     """
     given = parameters.get("precision")
     if _platforms.on_cpu():
-        return HIGHEST  # in the same time
+        return HIGHEST  # a CPU takes the same time at each precision
     if isinstance(given, tuple):
         left, right = given
         if left != right:
-            return HIGHEST
+            return HIGHEST  # at least as precise as both
         given = left
     if given is None or isinstance(given, jax.lax.Precision):
         return given

@@ -3,7 +3,7 @@
 
 Images are ``[examples, images, *space, channels]``: an example may have several images. The kernel
 has an *entry* for each offset, so 9 if it is 3 x 3, and stands at ``places`` of each image, as many
-as the output has pixels.
+as the output has pixels. An entry multiplies one pixel at each place.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def patches(
     Args:
       parameters: The parameters of the convolution's equation.
       x: ``[examples, images, *space, channels]``, not padded.
-      kernel: The lengths of the kernel.
-      places: The lengths of the output.
+      kernel: The lengths of the kernel along the axes of space.
+      places: The lengths of the output along the axes of space.
 
     Returns:
       Arrays ``[examples, entries, channels, images, *places]``, each with the next entries.
@@ -46,28 +46,32 @@ def patches(
     dilations = parameters["rhs_dilation"]
     x = _padded(x, parameters)
     if tuple(strides) == tuple(kernel) and set(dilations) == {1}:
-        return [_tiles(x, kernel, places)]
+        return [_tiles(x, kernel, places)]  # patches do not overlap, so no pixel is copied twice
     entries = list(itertools.product(*map(range, kernel)))
     is_large = len(entries) > _UNROLLED
     if _platforms.on_cpu():
+        # A piece has enough entries for a fast product, and needs less memory than all entries.
         inputs_of_entry = x.shape[-1] // parameters["feature_group_count"]
         entries_of_piece = -(-_PIECE // inputs_of_entry)  # rounded up
         entries_of_piece = min(entries_of_piece, len(entries))
     elif is_large:
+        # One slice for each entry, as below, takes minutes to compile.
         return [_by_convolution(x, kernel, strides, dilations)]
     else:
         entries_of_piece = len(entries)  # one product, which reads the cotangents once
-    starts = np.array(entries) * np.array(dilations)  # the pixel of each entry, at the first place
+    starts = np.array(entries) * np.array(dilations)  # each entry's pixel at the first place
     firsts = range(0, len(starts), entries_of_piece)
     starts_of_pieces = [starts[first : first + entries_of_piece] for first in firsts]
     if is_large:
-        x = jnp.moveaxis(x, -1, 1)
+        # The loop compiles one slice for all entries; this is the CPU.
+        x = jnp.moveaxis(x, -1, 1)  # [examples, channels, images, *space]
         return [_in_loop(x, piece, places, strides) for piece in starts_of_pieces]
-    stacks = []
+    pieces = []
     for piece in starts_of_pieces:
+        # [examples, channels, images, *places] for each entry
         pixels = [_pixels_of_entry(x, start, places, strides) for start in piece.tolist()]
-        stacks.append(jnp.stack(pixels, axis=1))
-    return stacks
+        pieces.append(jnp.stack(pixels, axis=1))
+    return pieces
 
 
 def _padded(x: Array, parameters: dict[str, Any]) -> Array:
@@ -112,7 +116,11 @@ def _by_convolution(
 
 
 def _in_loop(x: Array, starts: np.ndarray, places: Sequence[int], strides: Sequence[int]) -> Array:
-    """Patches of images ``[examples, channels, images, *space]``, entry by entry in a loop."""
+    """Patches of images ``[examples, channels, images, *space]``, entry by entry in a loop.
+
+    ``starts`` ``[entries, space]`` has each entry's pixel at the first place. The result has the
+    shape ``[examples, entries, channels, images, *places]``.
+    """
     examples, channels, images = x.shape[:3]
     pairs = zip(places, strides, strict=True)
     spans = [(count - 1) * stride + 1 for count, stride in pairs]  # pixels from first to last place
@@ -129,10 +137,10 @@ def _in_loop(x: Array, starts: np.ndarray, places: Sequence[int], strides: Seque
 
 
 def _tiles(x: Array, kernel: Sequence[int], places: Sequence[int]) -> Array:
-    """Patches that do not overlap: together they are one transposed view of the images."""
+    """Patches that do not overlap: together they are the images in another order of axes."""
     examples, images, *_, channels = x.shape
     rank = len(kernel)
-    # The end of the image may lie in no patch with VALID padding.
+    # Without padding the last pixels of an image may lie in no patch, and are dropped.
     pairs = list(zip(places, kernel, strict=True))
     used = [count * size for count, size in pairs]
     x = jax.lax.slice(x, [0] * x.ndim, [examples, images, *used, channels])

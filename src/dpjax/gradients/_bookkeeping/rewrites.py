@@ -5,6 +5,9 @@ With a kernel such as ``w + a @ b`` (LoRA) or ``w * gain``, the leaves' gradient
 the kernel's; in ``x @ w + (x @ a) @ b`` the leaves meet the data as they are. A rewrite is applied
 only in float32 or wider, where the order changes the last bits only.
 
+A `View` is a value that depends on parameters only. It is *trained* if it has ``leaves``, by which
+it is differentiated, and ``made`` is the equation that computed it, with the views that entered.
+
 In all functions ``equation`` is the product, and its operand number ``operand``, 0 or 1, is the
 ``view``, which another equation made of views. The other operand is the ``data``.
 """
@@ -26,7 +29,10 @@ Rewritten = tuple[Callable[..., Array], list[Any]]
 
 
 def rewritten(equation: JaxprEqn, inputs: Sequence[Any]) -> Rewritten | None:
-    """A product of data with a view in another order, if there is a better one."""
+    """A product of data with a view in another order, if there is a better one.
+
+    ``inputs`` of the equation are views, or values that depend on the data.
+    """
     trained = [i for i, x in enumerate(inputs) if isinstance(x, View) and x.leaves]
     if equation.primitive.name != "dot_general" or len(trained) != 1:
         return None
@@ -35,7 +41,8 @@ def rewritten(equation: JaxprEqn, inputs: Sequence[Any]) -> Rewritten | None:
     data = inputs[1 - operand]
     output: Any = equation.outvars[0].aval
     one_dtype = output.dtype == view.value.dtype == data.dtype
-    is_narrow = output.dtype.itemsize < 4
+    is_narrow = output.dtype.itemsize < 4  # another order changes more than the last bits
+    # An empty view has no entries to bring into another order.
     if view.made is None or not one_dtype or is_narrow or not view.value.size:
         return None
     made_by, _ = view.made
@@ -50,7 +57,12 @@ def rewritten(equation: JaxprEqn, inputs: Sequence[Any]) -> Rewritten | None:
 
 
 def _scaled(equation: JaxprEqn, view: View, data: Any, operand: int) -> Rewritten | None:
-    """``(x @ w) * s`` in place of ``x @ (w * s)``, if ``s`` is the same for all inputs."""
+    """``(x @ w) * s`` in place of ``x @ (w * s)``, with the base ``w`` and the scale ``s``.
+
+    The scale has to be constant along the axes that the product contracts, as one number for each
+    column of ``w`` is.
+    """
+    # The axes of the view: ``dimension_numbers`` has pairs, of the left and the right operand.
     contracted, batch = (sides[operand] for sides in equation.params["dimension_numbers"])
     base_and_scale = _base_and_scale(view, contracted)
     if base_and_scale is None or view.made is None:
@@ -63,7 +75,8 @@ def _scaled(equation: JaxprEqn, view: View, data: Any, operand: int) -> Rewritte
         if scale.ndim:
             scale = _like_output(scale, y, operand, contracted, batch)
         if divides:
-            # Multiply by the reciprocal: a product is linear in the scale, and a quotient is not.
+            # The reciprocal is computed from parameters only. Its product with ``y`` is linear in
+            # it, as a site has to be in its view; a quotient is not linear in the divisor.
             scale = 1 / scale
         return y * scale
 
@@ -79,7 +92,7 @@ def _like_output(
     ``batch`` axes, then the free axes of the left operand, then the right one's.
     """
     free = [axis for axis in range(scale.ndim) if axis not in (*contracted, *batch)]
-    # The first of the equal entries along contracted axes.
+    # The first of the equal entries along contracted axes, which then have length 1.
     ends = list(scale.shape)
     for axis in contracted:
         ends[axis] = 1
@@ -114,10 +127,15 @@ def _is_scaled(view: View, base: View, scale: View, axes: Sequence[int]) -> bool
 
 
 def _added(equation: JaxprEqn, view: View, data: Any, operand: int) -> Rewritten | None:
-    """``x @ w + x @ v`` in place of ``x @ (w + v)``, if one is a product of thin matrices."""
+    """``x @ w + x @ v`` in place of ``x @ (w + v)``, if one is a product of thin matrices.
+
+    The product of ``x`` with a thin addend is cheap, by `_multiplied`. Without a thin addend the
+    result takes two products as large as the first.
+    """
     assert view.made is not None
     made_by, addends = view.made
     shape = jnp.shape(view.value)
+    # An addend that is broadcast does not have the axes of the product's operand.
     broadcasts = any(jnp.shape(addend.value) != shape for addend in addends)
     if broadcasts or not any(map(_is_thin, addends)):
         return None
@@ -147,9 +165,11 @@ def _multiplied(equation: JaxprEqn, view: View, data: Any, operand: int) -> Rewr
     assert view.made is not None
     made_by, factors = view.made
     contracted, batch = equation.params["dimension_numbers"]
+    # Axis 1 of a is contracted with axis 0 of b, and there are no batch axes.
     is_matrix_product = made_by.params["dimension_numbers"] == (((1,), (0,)), ((), ()))
     if not is_matrix_product or view.value.ndim != 2 or not _is_thin(view):
         return None
+    # The data have to meet the view in one axis, as in a product of matrices.
     if len(contracted[operand]) != 1 or batch != ((), ()):
         return None
     (view_axis,) = contracted[operand]

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scans: the body of a loop over layers or time is traced, and its sites are stacked.
 
+A *view* is a value that depends on parameters only; a *site* is an equation in which a view meets
+the data, and which is linear in the view. A `Book` records the sites of a program and the data at
+them. Leaves with another use are *materialised*: JAX differentiates by them for each example.
+
 A view that the scan slices, or that is the same in every round, enters the body as a leaf of the
 body's own `Book`. A view that the rounds carry along is materialised.
 """
@@ -42,6 +46,7 @@ def scan_sites(equation: JaxprEqn, inputs: list[Any], book: Book, walk: Walk) ->
 
     The inputs of a scan are its constants, its first carry, and the arrays that it slices, in this
     order. The views among them that read leaves *enter* the body: they are the leaves of its book.
+    The body is walked twice, first on shapes to find its sites, and then in the scan that runs.
     """
     parameters = equation.params
     program = parameters["jaxpr"]
@@ -50,6 +55,7 @@ def scan_sites(equation: JaxprEqn, inputs: list[Any], book: Book, walk: Walk) ->
     # A carried value changes from round to round, so its use is not linear in the leaf.
     plain_carry = plain(inputs[constants_end:carry_end], book, "the carry of a scan")
     inputs = [*inputs[:constants_end], *plain_carry, *inputs[carry_end:]]
+    # Keys are numbers of inputs. Leaf j of the body is the j-th of these views.
     entering = {i: x for i, x in enumerate(inputs) if isinstance(x, View) and x.reads}
     # A literal of the program may be a Python number, which takes the dtype of its variable.
     pairs = zip(plain(inputs), equation.invars, strict=True)
@@ -66,21 +72,24 @@ def scan_sites(equation: JaxprEqn, inputs: list[Any], book: Book, walk: Walk) ->
         arguments: list[Any] = [*constants, *carry, *rows]
         inner.sizes = {j: view.value.size for j, view in enumerate(entering.values())}
         for j, (i, view) in enumerate(entering.items()):
-            # A view may read leaves that are behind a `stop_gradient`: it is not trained.
+            # If all leaves that a view reads are behind a `stop_gradient`, it is not trained.
             arguments[i] = inner.enter(j, arguments[i], trained=bool(view.leaves))
         outputs = walk(program.jaxpr, program.consts, arguments, inner)
         # No view leaves the body, neither in the carry nor in an output of the round.
         return plain(outputs, inner, "the carry of a scan")
 
+    # `settled` repeats the walk, each time without the leaves that the walk before materialised.
     one_row = trees.one_row(rows)
     settled_body = settled(
         lambda inner: jax.eval_shape(functools.partial(body, inner), carry, one_row)
     )
     views = list(entering.values())
     for j, reason in settled_body.materialised.items():
+        # A leaf of the body is a view outside, computed from these leaves.
         book.materialise(views[j].leaves, f"{reason}, in a scan")
 
-    # The taps of the body's sites are stacked over rounds, and each round receives its own slice.
+    # A tap is a zero that is added to the output of a site, to take its cotangent. The taps of the
+    # body's sites are stacked over rounds, and each round receives its own slice.
     taps = book.next_taps()
     if taps is not None:
         taps = list(taps[: len(settled_body.sites)])
@@ -110,11 +119,13 @@ def _stacked(site: Site, views: Sequence[View], sliced: Sequence[bool], rounds: 
     """A site of the body of a scan as a site of the program around the scan.
 
     Leaf j of the body is the view ``views[j]`` of that program, and ``sliced[j]`` is whether the
-    scan takes a row of it in each round.
+    scan takes a row of it in each round. The new site has the outputs and data of all rounds, with
+    an axis for the rounds in front. So has its view, if it differs from round to round.
     """
     reads = sorted(site.reads)  # leaves of the body
-    # A site that reads a shared leaf and a sliced one differs from round to round.
+    # A site whose view reads a sliced leaf, perhaps with shared ones, has a view for each round.
     by_round = any(sliced[j] for j in reads)
+    # A view of several leaves does not rearrange one leaf, and does not have its axes.
     isometry = False
     axes = None
     if len(reads) == 1:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Structure of views: their constant axes, and the axes that run along with an axis of a leaf.
 
-The norms of the columns of a kernel run along with its last axis: each norm depends on its own
-column only, so an example only scales the columns of one array (`common`).
+A `View` is a value that depends only on leaves of the parameters. An axis of a view *runs along*
+with an axis of a leaf if each entry of the view depends only on entries of the leaf with the same
+index along that axis. The norms of the columns of a kernel run along with its last axis: each norm
+depends on its own column only, so an example only scales the columns of one array (`common`).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ _InputAxes = Sequence[int | None]
 def structure(
     equation: JaxprEqn, views: Sequence[View], output: Any
 ) -> tuple[frozenset[int], Mapping[int, Axes]]:
-    """`View.constant` and `View.own` of a result of views.
+    """`View.constant` and `View.own` of the result of an equation whose inputs are all views.
 
     The first has the axes along which all entries are equal. The second has, for each leaf and each
     axis of the result, the axis of the leaf that runs along with it, or None.
@@ -31,9 +33,10 @@ def structure(
     rank = jnp.ndim(output)
     leaves = union(view.leaves for view in views)
     input_axes = None
-    if views:
+    if views:  # an `iota`, for example, has no input
         input_axes = _input_axes(equation, views, jnp.shape(output))
     if input_axes is None:
+        # Nothing is known of the result of an equation without a rule.
         return frozenset(), dict.fromkeys(leaves, (None,) * rank)
     inputs = list(zip(views, input_axes, strict=True))
     constant = frozenset(axis for axis in range(rank) if _is_constant(axis, inputs))
@@ -79,7 +82,8 @@ def _input_axes(
 ) -> Sequence[_InputAxes] | None:
     """For each input, the input axis of every result axis; None for an equation without a rule.
 
-    The transpose of one matrix has ``[(1, 0)]``; its sum over the first axis has ``[[1]]``.
+    The transpose of one matrix has ``[(1, 0)]``; its sum over the first axis has ``[[1]]``. An
+    input that is repeated along a result axis has None there.
     """
     name = equation.primitive.name
     parameters = equation.params
@@ -101,7 +105,8 @@ def _input_axes(
                 axes[axis] = input_axis
         return [axes]
     if name == "slice":
-        # Each axis must be kept whole or give one entry. A longer part of an axis has no rule.
+        # Each axis must be kept whole or give one entry, which does not run along with it any more.
+        # A longer part of an axis has no rule.
         lengths = zip(input_shape, shape, strict=True)
         if all(length in (input_length, 1) for input_length, length in lengths):
             return [_broadcast_axes(input_shape, shape)]

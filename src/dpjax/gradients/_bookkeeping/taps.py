@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Taps: an equation in which a view meets the data becomes a site.
 
-A zero *tap* is added to the output of the equation. Its cotangent is the cotangent of that output;
-with the recorded data it determines the gradient of the view, and so of its leaves.
+A *view* is a value that depends on parameters only, and it is *trained* if it has leaves, by which
+it is differentiated. A zero *tap* is added to the output of the equation. Its cotangent is the
+cotangent of that output; with the recorded data it determines the gradient of the view, and so of
+its leaves.
 """
 
 from __future__ import annotations
@@ -28,22 +30,24 @@ from dpjax.gradients._xla_cpu.primitives import bind_fast
 def tapped(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Array:
     """Records an equation as a site; returns its output, to which the tap is added.
 
-    Views among the inputs depend on parameters only; all other inputs are the data of the site. The
-    equation is linear in input number ``operand``, the first view that has leaves.
+    All inputs that are not views are the data of the site. The equation is linear in input number
+    ``operand``, the first trained view. The book has the taps, and keeps the site with its data.
     """
     views = {i: x for i, x in enumerate(inputs) if isinstance(x, View)}
     trained = [view for view in views.values() if view.leaves]
     data = tuple(x for x in inputs if not isinstance(x, View))
-    # The forward pass keeps the dtypes of the model. Gradients are formed in a wide dtype.
-    (output,) = bind_fast(equation, plain(inputs))
+    # The forward pass keeps the dtypes of the model. Gradients are formed in float32 or wider.
+    (output,) = bind_fast(equation, plain(inputs))  # on the values of the views
     use = _Use(equation, views, operand, len(inputs), trees.wide(output.dtype))
     view = views[operand]
-    is_only_view = len(trained) == 1
+    is_only_trained = len(trained) == 1
+    # If each entry of the view depends on one *slice* of a leaf, such as a column, an example only
+    # scales slices of a gradient that all examples share: see `common`. These are the axes that
+    # count the slices, for each such leaf. An empty view has no entry that `unscaled` could take.
     slices_of_leaves: Mapping[int, tuple[int, ...]] = {}
-    # An empty view has no entry that `unscaled` could take.
-    if is_only_view and known(equation.primitive.name).entrywise and view.value.size:
+    if is_only_trained and known(equation.primitive.name).entrywise and view.value.size:
         slices_of_leaves = slices(view)
-    # The tap is zero: it changes no value, and its cotangent is the output's.
+    # The tap is added before the site is recorded: the book finds it by the number of its sites.
     output_with_tap = book.tap(output)
     site = Site(
         leaves=union(view.leaves for view in trained),
@@ -52,8 +56,8 @@ def tapped(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> A
         operand=operand,
         shape=view.value.shape,
         of=view.of,
-        isometry=view.isometry and is_only_view,
-        axes=view.axes if is_only_view else None,
+        isometry=view.isometry and is_only_trained,
+        axes=view.axes if is_only_trained else None,
         apply=use.apply,
         data=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in data),
         output=jax.ShapeDtypeStruct(output.shape, output.dtype),

@@ -2,7 +2,8 @@
 """Traces a loss and finds where its parameters meet the data: views and sites (`sites`).
 
 The program is walked equation by equation. An equation of parameters only gives `views`; one in
-which a view meets the data is recorded as a site (`taps`); any other use of a leaf materialises it.
+which a view meets the data is recorded as a site (`taps`), in a `Book`; any other use of a leaf
+*materialises* it: JAX then differentiates by the leaf, for each example.
 """
 
 from __future__ import annotations
@@ -32,12 +33,16 @@ _CHECKPOINT = "remat2"  # the primitive of `jax.checkpoint`
 
 
 def trace(loss: LossFn, params: PyTree, example: PyTree) -> Program:
-    """Finds the sites of ``loss(params, example) -> (scalar, aux)``; arguments may be shapes."""
+    """Finds the sites of ``loss(params, example) -> (scalar, aux)``; arguments may be shapes.
+
+    The program is walked on shapes to find the sites. Its ``run`` walks it again on arrays, and
+    adds a *tap* to the output of each site: a zero, by which it can be differentiated.
+    """
     closed, shape = jax.make_jaxpr(loss, return_shape=True)(params, example)
     structure = jax.tree.structure(shape)
 
     def walk(book: Book, leaves: Sequence[Array], inputs: Sequence[Array]) -> list[Array]:
-        """The loss and the aux of arrays of an example, with records in the book."""
+        """The loss and the leaves of aux for an example, with records in the book."""
         book.sizes = {i: leaf.size for i, leaf in enumerate(leaves)}
         entering = [book.enter(i, leaf) for i, leaf in enumerate(leaves)]
         value, *aux = _walk(closed.jaxpr, closed.consts, [*entering, *inputs], book)
@@ -46,6 +51,8 @@ def trace(loss: LossFn, params: PyTree, example: PyTree) -> Program:
 
     leaves = jax.tree.leaves(params)
     inputs = jax.tree.leaves(example)
+    # A materialised leaf is data, which other leaves may then meet: `settled` repeats the walk,
+    # with a new book, until it materialises no further leaf.
     book = settled(lambda book: jax.eval_shape(functools.partial(walk, book), leaves, inputs))
     materialised = book.materialised
 
@@ -55,7 +62,7 @@ def trace(loss: LossFn, params: PyTree, example: PyTree) -> Program:
         leaves: Sequence[Array],
         example: PyTree,
     ) -> tuple[Array, Any]:
-        """`Program.run`: ``differentiated`` are the materialised leaves."""
+        """`Program.run`: ``differentiated`` has the materialised leaves, by their numbers."""
         book = Book(materialised, taps)
         leaves = [differentiated.get(i, leaf) for i, leaf in enumerate(leaves)]
         outputs = walk(book, leaves, jax.tree.leaves(example))
