@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layout: how many examples to differentiate together, and on how many devices.
 
-As many as fit a share of the memory. The book-keeping engine on a CPU instead balances working sets
-larger than the caches, which are slow, and the passes of every microbatch over all weights and the
-total. The layout never changes a result.
+As many as fit a fixed part of the memory. The book-keeping engine on a CPU instead balances working
+sets larger than the caches, which are slow, and the passes of every microbatch over all weights and
+the total. The layout never changes a result.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _layout(request: Request, loss: Traced, params: PyTree, example: PyTree) -> 
     """As `layout`, for the platform that the program is traced for.
 
     The batch is split into *shares*, one for each index along ``axes`` of the mesh. Each share runs
-    in microbatches of ``size`` examples.
+    in microbatches of ``size`` examples. Examples *in flight* are differentiated at the same time.
     """
     batch_size, engine, microbatch_size, devices = request
     if batch_size == 0:
@@ -222,8 +222,8 @@ def bytes_per_example(loss: Traced, params: PyTree, example: PyTree, engine: str
     varies = [i >= len(leaves) for i in range(len(program.invars))]  # the example's inputs
 
     def bytes_written(equation: JaxprEqn, inputs_vary: list[bool]) -> int:
-        """The bytes of an equation's outputs, or 0 if it is fused or the same for all examples."""
-        # XLA fuses most equations of the book-keeping engine; `writes` marks the other primitives.
+        # The bytes of an equation's outputs; 0 if they are fused, or the same for all examples. XLA
+        # fuses most equations of the book-keeping engine; `writes` marks the other primitives.
         # Other engines store all values.
         is_fused = engine == "ghost" and not known(equation.primitive.name).writes
         if is_fused or not any(inputs_vary):

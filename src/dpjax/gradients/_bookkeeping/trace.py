@@ -101,6 +101,7 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
     # The data are among the inputs: a trained view is used here.
     trained = [i for i, x in enumerate(inputs) if isinstance(x, View) and x.leaves]
     if trained:
+        # In another order, as `(x @ a) @ b` for `x @ (a @ b)`, the data may meet leaves themselves.
         better = rewritten(equation, inputs)
         if better is not None:
             function, arguments = better
@@ -141,7 +142,7 @@ def _checkpointed(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any
         inner = Book(book.materialised, book.next_taps())
         inner.sizes = book.sizes
         outputs = _walk(parameters["jaxpr"], (), inputs, inner)
-        # Only arrays can leave a checkpoint as results; the book and the views leave here.
+        # Only arrays can leave a checkpoint as results: the book and the views leave in this list.
         walked[:] = inner, outputs
         return plain(outputs), inner.data
 

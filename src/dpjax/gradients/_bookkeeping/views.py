@@ -102,7 +102,7 @@ def _runs_own_vjp(equation: JaxprEqn) -> bool:
 def _differs_in_float32(equation: JaxprEqn, views: Sequence[View], outputs: Sequence[Any]) -> bool:
     """Whether a view that is recomputed in float32 may have another value or derivative.
 
-    The model's own rounds wherever a dtype is narrower than float32.
+    The model rounds wherever a dtype is narrower than float32.
     """
     name = equation.primitive.name
     floats = [output for output in outputs if is_a(jnp.floating, output)]
@@ -124,8 +124,8 @@ def _recomputation(
 ) -> Callable[..., list[Array]]:
     """A function ``(leaves, memo={}) -> outputs`` of the equation whose inputs are the views.
 
-    A trained result is computed in full precision, any other in the dtypes of the model. The memo
-    holds the outputs of equations that were already computed from the same leaves.
+    A trained result with a gradient is computed in full precision, any other in the dtypes of the
+    model. The memo holds the outputs of equations that were already computed from these leaves.
     """
     casts = equation.primitive.name == "convert_element_type" and _is_narrow(outputs[0])
     has_gradient = is_trained and any(is_a(jnp.floating, output) for output in outputs)
@@ -140,10 +140,8 @@ def _recomputation(
                 pairs = zip(inputs, equation.invars, strict=True)
                 inputs = [jnp.asarray(x, dtype(variable)) for x, variable in pairs]
             computed = bind(equation, inputs)
-            if casts:
-                (x,) = inputs
-                (narrow,) = computed
-                computed = [_rounded(x, narrow)]
+            if casts:  # from one input to one output
+                computed = [_rounded(inputs[0], computed[0])]
             memo[key] = computed
         return memo[key]
 

@@ -87,9 +87,9 @@ def estimated_norms(
 
         return jax.vmap(product)(batch)
 
-    # One direction after the other: the memory of one forward pass.
+    # One direction after the other takes the memory of one forward pass.
     products = jax.lax.map(products_with, jnp.arange(projections))  # [projections, batch]
-    return jnp.sqrt(jnp.mean(jnp.square(products), axis=0))[:, None]
+    return jnp.sqrt(jnp.mean(jnp.square(products), axis=0))[:, None]  # for the one group
 
 
 def _one_by_one(

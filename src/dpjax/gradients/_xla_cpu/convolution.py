@@ -58,8 +58,8 @@ def convolution(parameters: dict[str, Any], x: Array, kernel: Array) -> Array:
 def _padded(x: Array, parameters: dict[str, Any]) -> tuple[Array, dict[str, Any]]:
     """The input and parameters of a strided convolution with its padding as part of the input.
 
-    Padding inside such a convolution was twice as slow. Other convolutions stay as they are, and
-    those with a dilated input, because the padding is added after the dilation.
+    Padding inside such a convolution was twice as slow. Other convolutions stay as they are. So do
+    those with a dilated input, to which the padding is added after the dilation.
     """
     padding = parameters["padding"]
     is_padded = any(map(any, padding))
@@ -104,7 +104,7 @@ def _neighbours(parameters: dict[str, Any], x: Array, kernel: Array) -> int:
     # If the channels come last, outputs along the last axis of space are neighbours in memory.
     _, channel_axis, *space = numbers.out_spec
     channels_last = channel_axis == x.ndim - 1 and space[-1] == x.ndim - 2
-    # The limits are for float32, and `_neighbours_together` is for one group and no dilation.
+    # The limits were timed in float32, and `_neighbours_together` is for one group and no dilation.
     if not channels_last or x.dtype != jnp.float32 or is_dilated or is_grouped:
         return 1
     output_axis, input_axis, *kernel_space = numbers.rhs_spec
@@ -134,11 +134,11 @@ def _neighbours_together(parameters: dict[str, Any], count: int, x: Array, kerne
 
     A round reads the pixels of all its outputs. Output number j of a round has a kernel for these
     pixels: the given one, moved by j strides, and zeros elsewhere. Together the kernels look like
-    one with more output channels, which XLA vectorises.
+    one with more output channels, which XLA vectorises. The output has its channels last.
     """
     numbers = parameters["dimension_numbers"]
     output_axis = numbers.rhs_spec[0]
-    last_axis = numbers.rhs_spec[-1]
+    last_axis = numbers.rhs_spec[-1]  # of the kernel's space
     *other_strides, stride = parameters["window_strides"]
     *other_padding, (low, high) = parameters["padding"]
     row_length = _row_length(parameters, x)
@@ -187,14 +187,14 @@ def _input_cotangent(
     # The barrier keeps XLA from folding the flip into the form that it runs slowly.
     flipped = jax.lax.optimization_barrier(flipped)
     padding = []
-    for i, axis in enumerate(space):
+    for dim, axis in enumerate(space):
         # A reach is the distance from the first entry of an axis to its last, after dilation.
-        kernel_reach = (kernel.shape[axis] - 1) * parameters["rhs_dilation"][i]
-        input_reach = (shape[numbers.lhs_spec[2 + i]] - 1) * dilations[i]
-        output_reach = (cotangent.shape[numbers.out_spec[2 + i]] - 1) * strides[i]
+        kernel_reach = (kernel.shape[axis] - 1) * parameters["rhs_dilation"][dim]
+        input_reach = (shape[numbers.lhs_spec[2 + dim]] - 1) * dilations[dim]
+        output_reach = (cotangent.shape[numbers.out_spec[2 + dim]] - 1) * strides[dim]
         # A full convolution has a padding of kernel_reach, and the forward padding is taken off. At
         # the end it follows from low + output_reach + high = input_reach + kernel_reach.
-        low = kernel_reach - parameters["padding"][i][0]
+        low = kernel_reach - parameters["padding"][dim][0]
         padding.append((low, input_reach + kernel_reach - output_reach - low))
     return jax.lax.conv_general_dilated(
         cotangent,
@@ -232,17 +232,17 @@ def _kernel_cotangent(
     # The barrier keeps XLA from folding the transposes into the form that it runs slowly.
     images, kernel = jax.lax.optimization_barrier((images, kernel))
     padding = []
-    for i, axis in enumerate(numbers.rhs_spec[2:]):
+    for dim, axis in enumerate(numbers.rhs_spec[2:]):
         # A reach is the distance from the first entry of an axis to its last, after dilation.
-        input_reach = (images.shape[1 + i] - 1) * dilations[i]
-        output_reach = (kernel.shape[i] - 1) * parameters["window_strides"][i]
-        kernel_reach = (shape[axis] - 1) * parameters["rhs_dilation"][i]
+        input_reach = (images.shape[1 + dim] - 1) * dilations[dim]
+        output_reach = (kernel.shape[dim] - 1) * parameters["window_strides"][dim]
+        kernel_reach = (shape[axis] - 1) * parameters["rhs_dilation"][dim]
         # The padding at the end follows from low + input_reach + high = kernel_reach +
         # output_reach. It is negative if the forward pass leaves the end of the input unread.
-        low = parameters["padding"][i][0]
+        low = parameters["padding"][dim][0]
         padding.append((low, kernel_reach + output_reach - input_reach - low))
     rank = len(input_space)
-    last = rank + 1  # the axis of n in the images [c, *space, n], of d in the result
+    last = rank + 1  # the axis of n in the images, and of d in kernel and result
     inner = range(1, last)
     # The result is [c, *space of k, d].
     kernel_cotangent = jax.lax.conv_general_dilated(
