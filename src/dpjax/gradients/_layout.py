@@ -98,10 +98,10 @@ def _layout(request: Request, loss: Traced, params: PyTree, example: PyTree) -> 
         if microbatch_size:
             size = in_flight
         elif _platforms.on_cpu():
-            # Host devices share the caches, so the examples in flight are those of all devices.
+            # Host devices share the caches, so this number of examples is for all of them together.
             size = max(1, in_flight // shares)
         else:
-            # Each accelerator has memory of its own for this many, but an even share may have less.
+            # Each accelerator has memory of its own for this many, but its share may have fewer.
             size = min(in_flight, -(-batch_size // shares))
     return Layout(size, mesh, axes)
 

@@ -107,13 +107,16 @@ def clipped_grad(
         params = jax.tree.map(jnp.asarray, params)
         batch = arrays(batch, "clipped_grad: batch")
         size = trees.leading_size(batch)
+        # A `jax.shard_map` with check_vma=True sums gradients over devices before they are clipped,
+        # and most models do not run on a mesh of explicit axes.
         meshes.refuse_tracking("clipped_grad")
         meshes.refuse_explicit("clipped_grad", "data", batch)
         meshes.refuse_explicit("clipped_grad", "parameters", params)
-        # The mask is checked before the loss runs: for the mask of persons this error is clearer.
+        # Rows without the mask are padding. It is checked before the loss runs, because its error
+        # for the mask of persons is clearer.
         real = real_rows("clipped_grad", mask, size)
         traced = Traced(loss, has_aux)
-        # `check` also returns the constants of the loss, of which only training warns.
+        # `check` raises; only training reads the constants of the loss that it returns.
         traced.with_frozen(frozen).check(params, trees.one_row(batch), "clipped_grad")
         # Every engine returns zeros for no examples, so the simplest one runs.
         name = "vmap" if size == 0 else engine
