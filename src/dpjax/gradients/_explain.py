@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`explain`: how the book-keeping engine handles each leaf of a loss, from shapes only."""
+"""`explain`: how the book-keeping engine handles each leaf of a loss, from shapes only.
+
+A *site* is an equation in which parameters meet the data. A *materialised* leaf has another use,
+and is differentiated for each example.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +48,8 @@ def explain(loss: LossFn, params: PyTree, example: PyTree, frozen: PyTree = None
 
 
 def _described(program: Program, params: PyTree) -> str:
-    """A line for each leaf of the parameters."""
+    """The table of `explain`: a line for each leaf of the parameters."""
+    # Parameters may be arrays or shapes: here all are shapes.
     leaves = jax.tree.leaves(jax.eval_shape(lambda x: x, params))
     rows: list[tuple[str, ...]] = [("leaf", "used by", "norm by", "products")]
     for i, name in enumerate(trees.leaf_names(params)):
@@ -56,6 +61,8 @@ def _described(program: Program, params: PyTree) -> str:
         else:
             # The engine makes the same choice, because it depends on shapes only.
             choice = foresee(leaves[i], sites, i)
+            # The rule for the norms may keep per-example gradients for the sum. The operations are
+            # the multiplications for one example.
             rule = f"{choice.rule}, kept" if choice.keep else choice.rule
             rows.append((name, _uses(sites), rule, f"{choice.operations:,}"))
     return _aligned(rows)
@@ -70,17 +77,18 @@ def _uses(sites: Sequence[Site]) -> str:
 def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
     """Rows as lines with columns of equal width.
 
-    A row has four words, the last one a number. A shorter row has a last word, such as a reason,
-    that takes the rest of the line.
+    A row has four entries, the last one a number. The row of a leaf that is materialised, or not
+    used, has two: its name and a text that takes the other columns.
     """
-    widths = [0, 0, 0]  # of all columns but the numbers
-    for *words, _ in rows:
-        for column, word in enumerate(words):
-            widths[column] = max(widths[column], len(word))
+    widths = [0, 0, 0]  # of the columns before the numbers
+    for *before_last, _ in rows:
+        for column, entry in enumerate(before_last):
+            widths[column] = max(widths[column], len(entry))
     lines = []
-    for *words, last in rows:
-        padded = [word.ljust(width) for word, width in zip(words, widths, strict=False)]
+    for *before_last, last in rows:
+        # Not strict: a row of two entries has one before the last, and there are three widths.
+        padded = [entry.ljust(width) for entry, width in zip(before_last, widths, strict=False)]
         if len(padded) == len(widths):
-            last = last.rjust(9)  # of 9 characters, as many as 1,000,000 has
+            last = last.rjust(9)  # numbers to the right, in the 9 characters of 1,000,000
         lines.append("  ".join([*padded, last]))
     return "\n".join(lines)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layout: how many examples to differentiate together, and on how many devices.
 
-As many as fit a share of the memory. The book-keeping engine on a CPU instead balances working sets
-larger than the caches, which are slow, and the passes of every microbatch over all weights and the
-total. The layout never changes a result.
+As many as fit a fixed part of the memory. The book-keeping engine on a CPU instead balances working
+sets larger than the caches, which are slow, and the passes of every microbatch over all weights and
+the total. The layout never changes a result.
 """
 
 from __future__ import annotations
@@ -76,27 +76,33 @@ def layout(
 
 
 def _layout(request: Request, loss: Traced, params: PyTree, example: PyTree) -> Layout:
-    """As `layout`, for the platform that the program is traced for."""
+    """As `layout`, for the platform that the program is traced for.
+
+    The batch is split into *shares*, one for each index along ``axes`` of the mesh. Each share runs
+    in microbatches of ``size`` examples. Examples *in flight* are differentiated at the same time.
+    """
     batch_size, engine, microbatch_size, devices = request
     if batch_size == 0:
-        return Layout(1)
+        return Layout(1)  # a microbatch has at least one example
     with _platforms.traced_for(_platforms.of(devices)):
-        together = microbatch_size or _together(loss, params, example, batch_size, engine)
-        together = min(together, MOST)
-        mesh = _mesh(devices, microbatches=-(-batch_size // together))
+        in_flight = microbatch_size or _in_flight(loss, params, example, batch_size, engine)
+        in_flight = min(in_flight, MOST)
+        mesh = _mesh(devices, microbatches=-(-batch_size // in_flight))
         axes = () if mesh is None else mesh.axis_names
         if mesh is not None and meshes.MODEL in axes:
-            # The gradient also holds the convolutions of derivatives that users wrote.
+            # The gradient also holds convolutions of derivatives that users wrote: with any, the
+            # axis of the parameters splits the batch as well.
             axes = _batch_axes(mesh, loss.gradient(params, example))
-        shares = Layout(1, mesh, axes).shares  # whatever the microbatch size, here 1
+        # The number of shares depends on mesh and axes only; 1 stands for any microbatch size.
+        shares = Layout(1, mesh, axes).shares
         if microbatch_size:
-            size = together
+            size = in_flight
         elif _platforms.on_cpu():
-            # Host devices share the caches, so the estimate is for all of them together.
-            size = max(1, together // shares)
+            # Host devices share the caches, so this number of examples is for all of them together.
+            size = max(1, in_flight // shares)
         else:
-            # An accelerator has memory of its own, and its share is at most an even part.
-            size = min(together, -(-batch_size // shares))
+            # Each accelerator has memory of its own for this many, but its share may have fewer.
+            size = min(in_flight, -(-batch_size // shares))
     return Layout(size, mesh, axes)
 
 
@@ -112,16 +118,16 @@ def run_laid_out(
 ) -> ClippedSum:
     """Runs ``engine_of(key)((params, frozen), rows, start)`` in the layout that fits.
 
-    Arrays that are committed to devices decide the devices: JAX refuses to compute with them on
-    others.
+    Committed arrays move to the devices of the request. If it has none, these arrays decide the
+    devices: JAX refuses to compute with them on others.
     """
     devices = request.devices
     example = trees.one_row(rows.batch)
-    # In the order in which `run` takes them.
+    # The arguments of `run` below, in their order.
     arguments = {"params": params, "batch": rows, "key": key, "start": start, "frozen": frozen}
+    # The mesh of the request; None if it asks for one device, or leaves the choice to the layout.
     mesh = meshes.automatic(devices) if isinstance(devices, Mesh) else meshes.of_host(devices or 1)
     if mesh is not None:
-        # The user gave devices, which every array then moves to.
         arguments = {name: meshes.gathered(tree, mesh) for name, tree in arguments.items()}
     committed_to = meshes.committed(arguments)
 
@@ -130,7 +136,9 @@ def run_laid_out(
         with_frozen = loss.with_frozen(frozen)
         chosen = _layout(request, with_frozen, params, example)
         if chosen.mesh and committed_to and committed_to != tuple(chosen.mesh.devices.flat):
-            # A mesh of as many first devices as the arrays are on; or one share, which runs on any.
+            # The mesh was not the user's, and the arrays are on other devices. A request for n
+            # devices is for the first n: for theirs, if the arrays are on just these. Otherwise
+            # one share runs without a mesh, wherever the arrays are.
             are_first = committed_to == tuple(jax.local_devices()[: len(committed_to)])
             on_their_devices = request._replace(devices=len(committed_to) if are_first else 1)
             chosen = _layout(on_their_devices, with_frozen, params, example)
@@ -182,8 +190,11 @@ def _batch_axes(mesh: Mesh, gradient: Jaxpr) -> tuple[str, ...]:
     return tuple(name for name in mesh.axis_names if name != meshes.MODEL)
 
 
-def _together(loss: Traced, params: PyTree, example: PyTree, batch_size: int, engine: str) -> int:
-    """Examples in flight, on all devices of a CPU or on one accelerator: a power of two, or all."""
+def _in_flight(loss: Traced, params: PyTree, example: PyTree, batch_size: int, engine: str) -> int:
+    """How many examples all devices of a CPU, or one accelerator, should differentiate together.
+
+    The number is a power of two, or the batch size if that is less.
+    """
     if engine != "ghost" and _platforms.on_cpu() and _trains_kernels(loss, params, example):
         return 1
     per_example = bytes_per_example(loss, params, example, engine)
@@ -202,13 +213,18 @@ def _trains_kernels(loss: Traced, params: PyTree, example: PyTree) -> bool:
 
 
 def bytes_per_example(loss: Traced, params: PyTree, example: PyTree, engine: str) -> int:
-    """An estimate of the memory for one example in flight, from the values that depend on it."""
+    """An estimate of the memory for one example that is differentiated in a microbatch.
+
+    It adds up the values that depend on the example, and its gradients.
+    """
     program = jax.make_jaxpr(loss)(params, example).jaxpr
     leaves = jax.tree.leaves(params)
     varies = [i >= len(leaves) for i in range(len(program.invars))]  # the example's inputs
 
     def bytes_written(equation: JaxprEqn, inputs_vary: list[bool]) -> int:
-        # The book-keeping engine stores values that XLA does not fuse, and others store all.
+        # The bytes of an equation's outputs; 0 if they are fused, or the same for all examples. XLA
+        # fuses most equations of the book-keeping engine; `writes` marks the other primitives.
+        # Other engines store all values.
         is_fused = engine == "ghost" and not known(equation.primitive.name).writes
         if is_fused or not any(inputs_vary):
             return 0
@@ -218,15 +234,16 @@ def bytes_per_example(loss: Traced, params: PyTree, example: PyTree, engine: str
     if engine != "ghost":
         # All values, their cotangents, scaled copies of both, and two gradients of every leaf.
         return 4 * stored + 2 * _bytes(leaves)
-    # This is the trace of the engine, so the forecast knows the materialised leaves.
+    # The book-keeping engine forms one example's gradient of each materialised leaf. For the other
+    # leaves it writes the numbers from which their rule, that `foresee` finds, takes the norm.
     traced = loss.program(params, example)
     numbers = sum(leaves[i].size for i in traced.materialised)
     for i, leaf in enumerate(leaves):
-        sites = [site for site in traced.sites if i in site.leaves]
+        sites = [site for site in traced.sites if i in site.leaves]  # equations that use the leaf
         if sites:
             shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
             numbers += foresee(shape, sites, i).numbers
-    # Sites compute norms in float32: 4 bytes per number.
+    # These numbers are float32: 4 bytes each.
     return stored + 4 * numbers
 
 
@@ -253,23 +270,24 @@ def _total(
     """
     total = 0
 
-    def count(equation: JaxprEqn, inputs_vary: list[bool]) -> list[bool]:
+    def add_bytes(equation: JaxprEqn, inputs_vary: list[bool]) -> list[bool]:
+        """Adds the bytes of an equation to the total; returns the flags of its outputs."""
         nonlocal total
         inner = inner_programs(equation)
         if not inner:
             total += bytes_of(equation, inputs_vary)
-        rounds = equation.params.get("length", 1)  # of a scan
-        # A `cond` runs all its branches under vmap.
+        # A scan runs its body as many times as its length. Under vmap a `cond` runs all branches.
+        rounds = equation.params.get("length", 1)
         for inner_program in inner:
-            # An inner program may take only the last inputs, or have some before them: the flags
-            # are aligned at the end.
+            # An inner program may take only the last inputs of the equation, as a branch of a
+            # `cond` does, or constants before them. So its flags are the last ones, after False.
             padded = [False] * len(inner_program.invars) + inputs_vary
-            inner_varies = padded[len(inputs_vary) :]
+            inner_varies = padded[len(inputs_vary) :]  # as many as the inner program has inputs
             total += rounds * _total(inner_program, inner_varies, bytes_of)
         return [any(inputs_vary)] * len(equation.outvars)
 
     # `evaluate` passes flags in place of values; constants and literals do not vary.
-    evaluate(program, [False] * len(program.constvars), varies, count, literal=lambda _: False)
+    evaluate(program, [False] * len(program.constvars), varies, add_bytes, literal=lambda _: False)
     return total
 
 

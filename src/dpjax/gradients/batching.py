@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batching: microbatches and devices.
 
+A batch is split into *shares*, one for each device or group of devices. A share is split into
+*microbatches*, which run one after the other.
+
 A float32 sum of a million examples rounds the term of one example by more than the margin of the
 noise. So the sum of a *block* of examples is plain, and blocks are added with compensation.
 """
@@ -59,12 +62,13 @@ class Layout(NamedTuple):
         draw: Draw,
         data: PyTree,
         state: S,
-        settle: Callable[[T], T] | None = None,  # ends each block of microbatches
+        settle: Callable[[T], T] | None = None,
     ) -> T:
         """The sums of all shares of a draw, stacked; noise is added after they are joined.
 
-        ``add(state, rows, mask, total) -> total`` adds ``size`` rows of the data to a total, which
-        begins as ``zero``.
+        ``add(state, rows, mask, total) -> total`` adds a microbatch, ``size`` rows of the data, to
+        a total, which begins as ``zero``. ``state`` holds the arrays that it reads. ``settle`` maps
+        the total after each block of microbatches to the one that is continued.
         """
         size = self.microbatch_size
         block = None
@@ -79,7 +83,7 @@ class Layout(NamedTuple):
                 return add(state, rows, mask, total)
 
             # The loop is over the draw and not over the data: rows that were not drawn are never
-            # read.
+            # read. Share number i takes every microbatch whose number is i modulo the shares.
             return sampling.fold(draw, size, add_rows, zero, (number, self.shares), block)
 
         return self.on_each(sum_of_share)(draw, data, zero, state)
@@ -89,13 +93,15 @@ class Layout(NamedTuple):
     ) -> Callable[..., PyTree]:
         """From ``run(number of the share, *arguments)`` to a function of the arguments.
 
-        The results of all shares are stacked along a new leading axis. Each share receives its part
-        of the arguments whose numbers are in ``split``, and the others as a whole.
+        The results of all shares are stacked along a new leading axis. The arguments whose numbers
+        are in ``split`` are split along their leading axis, and each share receives its part of
+        them. It receives the others as a whole.
         """
         several = self.shares > 1
 
         def run_share(*arguments: PyTree) -> PyTree:
             number = jax.lax.axis_index(self.axes) if several else 0
+            # `shard_map` stacks along the new axis.
             return jax.tree.map(lambda x: x[None], run(number, *arguments))
 
         def run_shares(*arguments: PyTree) -> PyTree:
@@ -105,7 +111,7 @@ class Layout(NamedTuple):
                 specs[i] = shares
             return _shard_map(run_share, self, tuple(specs), shares)(*arguments)
 
-        # A single share runs without `shard_map`: a single-device program has no trace of a mesh.
+        # A single share runs without `shard_map`, so a program of one device depends on no mesh.
         return run_shares if several else run_share
 
     def join(
@@ -176,7 +182,11 @@ of a bound more than an example should; the margin for sums is 2^-11."""
 def _joined(
     total: Total, more: T, layout: Layout, reach: Sequence[float]
 ) -> tuple[PyTree, PyTree | None, T]:
-    """`Layout.join` on one device: its own share, added to the shares of all other devices."""
+    """`Layout.join` on one device: its own share, added to the shares of all other devices.
+
+    Returns the sum, its rounding error, and the sum of ``more``. No coordinate of the sum of leaf
+    number i exceeds ``reach[i]``.
+    """
     value = total.block
     error = None
     if total.high is not None:
@@ -187,7 +197,9 @@ def _joined(
     errors = [0.0] * len(leaves)
     if error is not None:
         errors = jax.tree.leaves(error)
-    terms = [_in_two(*leaf) for leaf in zip(leaves, errors, reach, strict=True)]
+    # Two terms for each leaf: the first are added over the devices without rounding, and the second
+    # are small. So their sums are the sum and its error.
+    terms = [_in_two(*arguments) for arguments in zip(leaves, errors, reach, strict=True)]
     highs, lows = zip(*terms, strict=True)
     value = structure.unflatten(highs)
     error = structure.unflatten(lows)
@@ -246,7 +258,7 @@ def _in_turn(
     count = rows.mask.shape[0]
     size = layout.microbatch_size
     if count <= size:
-        return engine(model, rows, start)
+        return engine(model, rows, start)  # a single microbatch needs neither loop nor padding
     # Blocks of equal length: at most one microbatch in each is padding.
     microbatches = -(-count // size)
     blocks = -(-microbatches // layout.microbatches_in_block)
@@ -254,16 +266,18 @@ def _in_turn(
 
     def add(block: PyTree, microbatch: Rows) -> tuple[PyTree, ClippedSum]:
         clipped = engine(model, microbatch, block)
+        # The scan carries the sum, and stacks the results of the rows, such as their losses.
         return clipped.value, clipped._replace(value=None)
 
     def add_block(total: Total, microbatches: Rows) -> tuple[Total, ClippedSum]:
         block, of_rows = jax.lax.scan(add, total.block, microbatches)
         return total._replace(block=block).settled(), of_rows
 
+    # Each block is summed from zeros, and then added to `high`, which begins with `start`.
     zeros = jax.tree.map(jnp.zeros_like, start)
     total = Total(zeros, high=start, low=zeros)
     if blocks == 1:
-        total = Total(start)  # a single block needs no compensation
+        total = Total(start)  # a single block begins with it, and needs no compensation
     padded = _padded(rows, math.prod(shape))
     folded = jax.tree.map(lambda x: x.reshape((*shape, *x.shape[1:])), padded)
     total, of_rows = jax.lax.scan(add_block, total, folded)
@@ -271,7 +285,7 @@ def _in_turn(
     if total.high is not None:
         # All blocks have ended: their sum is in `high`, and its rounding error in `low`.
         value = jax.tree.map(jnp.add, total.high, total.low)
-    # The results of the rows lose the axes of the loops and the padding.
+    # From [blocks, microbatches, size, ...] to [rows, ...], without the padding.
     of_rows = jax.tree.map(lambda x: jax.lax.collapse(x, 0, 3)[:count], of_rows)
     return of_rows._replace(value=value)
 
@@ -279,11 +293,12 @@ def _in_turn(
 def _on_devices(
     engine: BoundEngine, layout: Layout, model: PyTree, rows: Rows, start: PyTree
 ) -> ClippedSum:
-    """Each device loops over its own share of the rows, and they meet once."""
+    """Each device loops over its own share of the rows; then the sums of the shares are added."""
+    # Shares begin with zeros, because ``start`` counts once: it is added below. `zeros_like` keeps
+    # a sharding of ``start``, and every share needs zeros as a whole.
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), start)
 
     def sum_of_share(number: Any, model: PyTree, rows: Rows, zeros: PyTree) -> ClippedSum:
-        # Shares begin with zeros, because ``start`` counts once: it is added below.
         return _in_turn(engine, layout, model, rows, zeros)
 
     count = rows.mask.shape[0]
@@ -291,7 +306,7 @@ def _on_devices(
     padded = _padded(rows, -(-count // layout.shares) * layout.shares)
     # Only argument number 1, the rows, is split.
     shares = layout.on_each(sum_of_share, split={1})(model, padded, zeros)
-    value = jax.tree.map(lambda begun, x: begun + jnp.sum(x, axis=0), start, shares.value)
+    value = jax.tree.map(lambda first, x: first + jnp.sum(x, axis=0), start, shares.value)
     of_rows = shares._replace(value=None)
     # From [shares, rows of a share, ...] to [rows, ...], without the padding.
     of_rows = jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2)[:count], of_rows)

@@ -38,6 +38,9 @@ def clipped_grad(
 
     $$ \sum_i \mathrm{mask}_i \, w_i \, f_i \odot \nabla_\theta\, \ell(\theta, x_i) $$
 
+    Here example $i$ has a mask of 0 or 1, weights $w_i$ in [0, 1], and the factors $f_i$ by which
+    the rule scales its gradient: one weight and one factor for each group of leaves.
+
     Args:
       loss: ``loss(params, example) -> scalar``, a pure function of *one* example: the leaves
         of ``batch`` without their leading axis. With ``frozen``: ``loss(params, example, frozen)``.
@@ -104,33 +107,38 @@ def clipped_grad(
         params = jax.tree.map(jnp.asarray, params)
         batch = arrays(batch, "clipped_grad: batch")
         size = trees.leading_size(batch)
+        # A `jax.shard_map` with check_vma=True sums gradients over devices before they are clipped,
+        # and most models do not run on a mesh of explicit axes.
         meshes.refuse_tracking("clipped_grad")
         meshes.refuse_explicit("clipped_grad", "data", batch)
         meshes.refuse_explicit("clipped_grad", "parameters", params)
-        # The mask is checked before the loss runs: for the mask of persons this error is clearer.
+        # Rows without the mask are padding. It is checked before the loss runs, because its error
+        # for the mask of persons is clearer.
         real = real_rows("clipped_grad", mask, size)
         traced = Traced(loss, has_aux)
+        # `check` raises; only training reads the constants of the loss that it returns.
         traced.with_frozen(frozen).check(params, trees.one_row(batch), "clipped_grad")
         # Every engine returns zeros for no examples, so the simplest one runs.
         name = "vmap" if size == 0 else engine
+        # None leaves the choice to the layout; "vmap" takes the whole batch by default.
         examples_together = microbatch_size
         if name == "vmap":
             examples_together = microbatch_size or size
         request = Request(size, name, examples_together, devices)
-        rows = Rows(batch, real, _held_weights(weights, size, rule.partition.size))
-        begun = _begun(start, rule, params)
+        rows = Rows(batch, real, _limited_weights(weights, size, rule.partition.size))
+        start_value = _start_value(start, rule, params)
 
         # All arrays are arguments, because `run_laid_out` may move them to other devices.
         def engine_of(key: Key) -> BoundEngine:
             run = _engine(name, rule, key)
 
-            def run_for_loss(model: PyTree, rows: Rows, begun: PyTree) -> ClippedSum:
+            def run_for_loss(model: PyTree, rows: Rows, start_value: PyTree) -> ClippedSum:
                 params, frozen = model
-                return run(traced.with_frozen(frozen), rule, params, rows, begun)
+                return run(traced.with_frozen(frozen), rule, params, rows, start_value)
 
             return run_for_loss
 
-        total = run_laid_out(request, engine_of, traced, params, rows, begun, key, frozen)
+        total = run_laid_out(request, engine_of, traced, params, rows, start_value, key, frozen)
         return total._replace(rule=rule.limits(params))  # engines leave it out
 
     return clipped
@@ -141,7 +149,7 @@ def _with_arrays(params: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, Number) else x, params)
 
 
-def _begun(start: Any, rule: Clipping, params: PyTree) -> PyTree:
+def _start_value(start: Any, rule: Clipping, params: PyTree) -> PyTree:
     """The tree to which a clipped sum is added: the value of ``start``, or zeros."""
     if start is None:
         # Sums are float32 or wider: a narrower sum loses the gradient of one example.
@@ -168,12 +176,12 @@ def clipped_sum(
 ) -> ClippedSum:
     """The clipped sum of one microbatch: `clipped_grad` without its layout, in a trace."""
     meshes.refuse_tracking(call)
-    held = _held_weights(weights, mask.shape[0], rule.partition.size)
+    limited = _limited_weights(weights, mask.shape[0], rule.partition.size)
     run = _engine(named(call, engine), rule, key)
     traced = Traced(loss)
     # Checked here, where the loss is mapped over examples, so every path to a step is checked.
     traced.check(params, trees.one_row(rows), call)
-    return run(traced, rule, params, Rows(rows, mask, held), start)
+    return run(traced, rule, params, Rows(rows, mask, limited), start)
 
 
 def _engine(name: str, rule: Clipping, key: Key) -> Engine:
@@ -188,7 +196,7 @@ def _engine(name: str, rule: Clipping, key: Key) -> Engine:
     return isolated(functools.partial(projected, key=key), by_patches)
 
 
-def _held_weights(weights: Any, size: int, groups: int) -> Array:
+def _limited_weights(weights: Any, size: int, groups: int) -> Array:
     """Weights ``[batch, groups]`` in [0, 1], because larger ones undo the clipping."""
     if weights is None:
         return jnp.ones((size, groups), jnp.float32)

@@ -57,7 +57,10 @@ def has_own_derivatives(program: Jaxpr) -> bool:
 
 
 def constants(program: Any) -> Iterator[Any]:
-    """The arrays that a program holds as constants, or as literals of its equations."""
+    """The constants of a jaxpr, closed or not, and its literals that are arrays and not scalars.
+
+    Any other object has none.
+    """
     if isinstance(program, ClosedJaxpr):
         yield from program.consts
         program = program.jaxpr
@@ -66,6 +69,6 @@ def constants(program: Any) -> Iterator[Any]:
             for variable in equation.invars:
                 if isinstance(variable, Literal) and jnp.ndim(variable.val):
                     yield variable.val
-            # A part that is not a program has none.
+            # A parameter of the equation may be an inner program.
             for inner in parts(equation):
                 yield from constants(inner)

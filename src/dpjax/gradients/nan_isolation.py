@@ -28,16 +28,21 @@ from dpjax.gradients.traced import Traced
 from dpjax.types import ClippedSum, Clipping, PyTree
 
 Harmless = Callable[[Traced, PyTree, PyTree], int]
-"""``(loss, params, example)`` to the number of convolutions whose kernel gradients are products."""
+"""``(loss, params, example) -> number`` of convolutions whose kernel gradients the engine computes
+by matrix products, which mix no examples."""
 
 
 def isolated(engine: Engine, harmless: Harmless = lambda *_: 0) -> Engine:
-    """An engine that takes one example at a time if convolutions of several examples mix them."""
+    """An engine that takes one example at a time if convolutions of several examples mix them.
+
+    ``harmless`` counts the convolutions of a loss that mix none in this engine; by default 0.
+    """
 
     def guarded(
         loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTree
     ) -> ClippedSum:
         run = partial(engine, loss, rule)
+        # A loss with no convolution, or with harmless ones only, runs as it is.
         if not _differentiates_kernels(loss, params, trees.one_row(rows.batch), harmless):
             return run(params, rows, start)
         # XLA partitions exactly these convolutions wrongly, with or without NaN.
@@ -45,12 +50,12 @@ def isolated(engine: Engine, harmless: Harmless = lambda *_: 0) -> Engine:
         # No convolution of a microbatch of one example has another example in its groups.
         one_by_one = partial(laid_out(run, Layout(1)), params, rows, start)
         if _grouped_by_rows(lambda rows: run(params, rows, start), rows):
-            return one_by_one()
+            return one_by_one()  # XLA on CPU is known to mix these examples
         together = run(params, rows, start)
         if _platforms.on_cpu():
             return together
         # Compilers for other platforms were not tested. A non-finite norm may have spread there, so
-        # a batch with one is computed again.
+        # a batch with one is computed again, one by one.
         broken = ~jnp.all(jnp.isfinite(together.norms))
         return jax.lax.cond(broken, one_by_one, lambda: together)
 

@@ -60,7 +60,10 @@ class Traced:
         return structure.unflatten(run(*leaves))
 
     def check(self, params: PyTree, example: PyTree, name: str) -> Iterator[Any]:
-        """The constants of the loss; raises unless it is one real number of a single example."""
+        """Raises unless the loss is one real number of a single example; returns its constants.
+
+        These are the arrays that the loss closes over, which may be private data by mistake.
+        """
         # A collection of Flax is a dictionary; a leaf of that name is a parameter like others.
         if any("batch_stats" in leaf.split("/")[:-1] for leaf in trees.leaf_names(params)):
             raise ValueError(

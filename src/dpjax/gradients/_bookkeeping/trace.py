@@ -27,7 +27,8 @@ from dpjax.gradients._jaxprs import evaluate
 from dpjax.gradients._xla_cpu.primitives import bind_fast
 from dpjax.types import LossFn, PyTree
 
-# A leaf is large if it has this many times the entries of the product and of the other leaves.
+# An operand is large if its leaves have this many times the entries of the product, and of the
+# leaves of the other operand.
 _FEW = 4
 _CHECKPOINT = "remat2"  # the primitive of `jax.checkpoint`
 
@@ -81,21 +82,24 @@ def _walk(
 
 
 def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
-    """Evaluates one equation by the first rule that fits it.
+    """Evaluates one equation by the first rule that fits it; returns its outputs.
 
     An input is a `View`, which depends on parameters only, or a value that depends on the data. A
-    view is *trained* if it has leaves: a constant and a frozen weight have none.
+    view is *trained* if it has leaves: a constant and a frozen weight have none. The book records
+    sites and materialised leaves.
     """
     name = equation.primitive.name
-    row = known(name)
+    properties = known(name)
     # These three replace the equation by a program, which is walked in its place.
-    if row.calls:
-        return _called(equation.params[row.calls], inputs, book)
+    if properties.calls:  # the name of the parameter that holds the called program
+        return _called(equation.params[properties.calls], inputs, book)
     if name == _CHECKPOINT:
         return _checkpointed(equation, inputs, book)
     if name == "dynamic_slice" and _takes_a_row(equation, inputs):
-        gather = jax.make_jaxpr(_row)(*plain(inputs[:2]))
-        return _walk(gather.jaxpr, gather.consts, inputs[:2], book)
+        table_and_index = inputs[:2]  # the row is whole, so starts along further axes are 0
+        gather = jax.make_jaxpr(_row)(*plain(table_and_index))
+        return _walk(gather.jaxpr, gather.consts, table_and_index, book)
+    # A product of two views is a site as well if one of them has far more parameters.
     large = _large_operand(equation, inputs, book)
     if large is not None:
         return _with_large_operand(equation, inputs, large, book)
@@ -104,6 +108,7 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
     # The data are among the inputs: a trained view is used here.
     trained = [i for i, x in enumerate(inputs) if isinstance(x, View) and x.leaves]
     if trained:
+        # In another order, as `(x @ a) @ b` for `x @ (a @ b)`, the data may meet leaves themselves.
         better = rewritten(equation, inputs)
         if better is not None:
             function, arguments = better
@@ -113,7 +118,9 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
             # Most large models have their layers in a scan. A while loop or a conditional instead
             # materialises the leaves that enter it.
             return scan_sites(equation, inputs, book, _walk)
-        linear = row.linear(trained, len(inputs))
+        # A linear primitive has one output. A site's is real, because no rule is for complex
+        # gradients. The first of several trained views is the operand that names the site.
+        linear = properties.linear(trained, len(inputs))
         if linear and is_a(jnp.floating, equation.outvars[0].aval):
             return [tapped(equation, inputs, trained[0], book)]
     # Either no view is trained, or its use has no rule and `plain` materialises its leaves.
@@ -131,22 +138,24 @@ def _checkpointed(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any
     """A region of `jax.checkpoint`: walked with a book of its own inside a new `jax.checkpoint`.
 
     So the backward pass still computes the region again; only its outputs and the data of its sites
-    are stored.
+    are stored. Afterwards the region's records, its sites and materialised leaves, are copied to
+    the outer book. A *tap* is a zero added to the output of a site, to receive its cotangent.
     """
     parameters = equation.params
     walked = list[Any]()
 
     def region() -> tuple[list[Any], list[tuple[Array, ...]]]:
+        # Taps are in the order of all sites: the region's begin at the next one.
         inner = Book(book.materialised, book.next_taps())
         inner.sizes = book.sizes
         outputs = _walk(parameters["jaxpr"], (), inputs, inner)
-        # Only arrays can leave a checkpoint as results; the book and the views leave here.
+        # Only arrays can leave a checkpoint as results: the book and the views leave in this list.
         walked[:] = inner, outputs
         return plain(outputs), inner.data
 
     prevent_cse = parameters["prevent_cse"]
     if not isinstance(prevent_cse, bool):
-        # The equation has one for each input, and `jax.checkpoint` takes one for all.
+        # The equation may have a flag for each input, and `jax.checkpoint` takes one for all.
         prevent_cse = any(prevent_cse)
     # Inputs and taps are closed over: the values that the region reads become its inputs.
     again = jax.checkpoint(region, prevent_cse=prevent_cse, policy=parameters["policy"])
@@ -170,23 +179,27 @@ def _outside(output: Any, value: Array) -> Any:
 def _large_operand(equation: JaxprEqn, inputs: Sequence[Any], book: Book) -> int | None:
     """Which operand of a product of views is large, if one is: 0, 1, or None.
 
-    A large operand has far more parameters than the other operand and the product, as the matrix by
-    which a few numbers generate a kernel.
+    A large operand has leaves with at least ``_FEW`` times the entries of the other operand's
+    leaves, and of the product. An example is ``w`` in the kernel ``code @ w``, with a short vector
+    ``code``. None also stands for a product that `_with_large_operand` cannot or need not change.
     """
     if equation.primitive.name != "dot_general" or not all(isinstance(x, View) for x in inputs):
         return None
     left_size, right_size = (sum(book.sizes[leaf] for leaf in view.leaves) for view in inputs)
+    small_size, large_size = sorted((left_size, right_size))
     large = int(right_size > left_size)
-    small_size = min(left_size, right_size)
     output: Any = equation.outvars[0].aval
-    # The gradient of a product is formed in float32: a narrower product rounds otherwise.
-    is_narrow = output.dtype.itemsize < 4
-    # The product is not linear in a leaf of both operands. A constant operand needs no site. Unless
-    # the large view is an isometry, the norm of its leaf needs each example's gradient of the leaf.
+    # The product is not linear in a leaf that both operands read.
     shared_leaves = inputs[0].leaves & inputs[1].leaves
-    if not small_size or shared_leaves or is_narrow or not inputs[large].isometry:
+    # A site forms its gradient in float32, which differs from that of a narrower product.
+    is_narrow = output.dtype.itemsize < 4
+    # Unless the view only rearranges a leaf, the norm of the leaf's gradient differs from that of
+    # the view's, and each example's gradient of the leaf is formed anyway.
+    is_isometry = inputs[large].isometry
+    # An operand of no leaves is a constant, and the product stays a view.
+    if not small_size or shared_leaves or is_narrow or not is_isometry:
         return None
-    if _FEW * max(small_size, output.size) > max(left_size, right_size):
+    if _FEW * max(small_size, output.size) > large_size:
         return None
     return large
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Views of views: the results of an equation whose inputs all depend on parameters only.
 
-Such a result is a view again: it is recomputed from the leaves in full precision when a gradient is
-pulled back to them. If that changes a value or a derivative of the model, the leaves are
-materialised instead.
+Such a result is a view again: it is recomputed from the leaves in full precision, float32 or wider,
+when a gradient is pulled back to them. If that changes a value or a derivative of the model, the
+leaves are *materialised* instead: differentiated for each example, as by `jax.grad`. A view is
+*trained* if it has leaves by which it is differentiated.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ def derived(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
             book.materialise(leaves, reason)
             return outputs
 
-    recompute = _recomputation(equation, views, outputs, leaves)
-    # The view that the result only rearranges, if it does.
+    recompute = _recomputation(equation, views, outputs, is_trained=bool(leaves))
+    # The view that the result only rearranges, if it does: such an equation has one output.
     source = _rearranged(equation.primitive.name, views, outputs[0])
-    made = (equation, tuple(views)) if len(outputs) == 1 else None  # for `rewrites`
+    made = (equation, tuple(views)) if len(outputs) == 1 else None  # `rewrites` reads it
     results = []
     for i, output in enumerate(outputs):
         trained = leaves
@@ -56,13 +57,14 @@ def derived(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
         constant, axes_of_leaves = structure(equation, views, output)
         view = View(
             leaves=trained,
-            reads=union(view.reads for view in views),
-            of=functools.partial(_result, recompute, i),
+            reads=union(view.reads for view in views),  # with leaves behind a stop_gradient
+            of=functools.partial(_result, recompute, i),  # from the leaves to this result
             value=output,
             isometry=source is not None,
             axes=_axes(equation, views, source),
             depth=depth,
-            constant=constant,
+            constant=constant,  # axes along which all entries are equal
+            # For each axis of the result, the axis of a leaf that runs along with it.
             own={leaf: axes for leaf, axes in axes_of_leaves.items() if leaf in trained},
             made=made,
         )
@@ -98,43 +100,48 @@ def _runs_own_vjp(equation: JaxprEqn) -> bool:
 
 
 def _differs_in_float32(equation: JaxprEqn, views: Sequence[View], outputs: Sequence[Any]) -> bool:
-    """Whether a view that is recomputed in float32 could differ from the value in the model."""
+    """Whether a view that is recomputed in float32 may have another value or derivative.
+
+    The model rounds wherever a dtype is narrower than float32.
+    """
     name = equation.primitive.name
     floats = [output for output in outputs if is_a(jnp.floating, output)]
     has_float8 = any(output.dtype.itemsize < 2 for output in floats)
     if name == "reduce_precision" or has_float8:
-        return True  # these round, even where entries only move
-    row = known(name)
-    if len(views) == 1 and (row.rearranges or row.repeats):
-        return False  # entries that only move are the same in any dtype of 16 bits or more
-    if not floats:
+        return True  # their derivatives round cotangents too
+    properties = known(name)
+    if len(views) == 1 and (properties.rearranges or properties.repeats):
+        # Entries only move, or are cast to a dtype of 16 bits, which `_rounded` repeats exactly.
         return False
+    if not floats:
+        return False  # integers have no gradient, and are recomputed in the dtypes of the model
     trained_inputs = [view.value for view in views if view.leaves]
     return any(map(_is_narrow, [*floats, *trained_inputs]))
 
 
 def _recomputation(
-    equation: JaxprEqn, views: list[View], outputs: Sequence[Any], leaves: frozenset[int]
+    equation: JaxprEqn, views: list[View], outputs: Sequence[Any], is_trained: bool
 ) -> Callable[..., list[Array]]:
-    """``(leaves, memo={}) -> outputs`` of the equation, in full precision where it is trained.
+    """A function ``(leaves, memo={}) -> outputs`` of the equation whose inputs are the views.
 
-    The memo holds the outputs of equations that were already computed from these leaves.
+    A trained result with a gradient is computed in full precision, any other in the dtypes of the
+    model. The memo holds the outputs of equations that were already computed from these leaves.
     """
     casts = equation.primitive.name == "convert_element_type" and _is_narrow(outputs[0])
-    trained = bool(leaves) and any(is_a(jnp.floating, output) for output in outputs)
-    key = id(views)  # one list for each equation
+    has_gradient = is_trained and any(is_a(jnp.floating, output) for output in outputs)
+    key = id(views)  # unique, because each equation has a list of its own
 
     def recompute(leaves: Leaves, memo: Memo | None = None) -> list[Array]:
         memo = {} if memo is None else memo
         if key not in memo:
             inputs = [view.of(leaves, memo) for view in views]
-            if not trained:
+            if not has_gradient:
                 # A comparison, an index or a frozen value must see the numbers of the model.
                 pairs = zip(inputs, equation.invars, strict=True)
                 inputs = [jnp.asarray(x, dtype(variable)) for x, variable in pairs]
             computed = bind(equation, inputs)
-            if casts:
-                computed = [_rounded(*inputs, *computed)]
+            if casts:  # from one input to one output
+                computed = [_rounded(inputs[0], computed[0])]
             memo[key] = computed
         return memo[key]
 
@@ -147,15 +154,16 @@ def _result(recompute: Callable[..., list[Array]], i: int, *arguments: Any) -> A
 
 
 def _rounded(x: Array, narrow: Array) -> Array:
-    """A trained value that was cast to a narrower dtype: rounded, with the derivative 1."""
+    """The rounded number ``narrow`` in the dtype of ``x``, with the derivative 1 by ``x``."""
     # The sum is exact: later equations see the model's numbers, and no cotangent is rounded.
     return x + jax.lax.stop_gradient(narrow.astype(x.dtype) - x)
 
 
 def _rearranged(name: str, views: Sequence[View], output: Any) -> View | None:
-    """The view whose entries the result holds in another order, apart from a constant addend.
+    """The only trained view, if the result is this view in another order, plus a constant or not.
 
-    Only a rearrangement keeps every norm, so only then is the view's norm the leaf's norm.
+    Then a gradient by the result, rearranged, is the gradient by the view, with the same norm. The
+    view must be a rearrangement (`View.isometry`) of its leaf, too.
     """
     trained = [view for view in views if view.leaves]
     if len(trained) != 1 or not trained[0].isometry:
@@ -164,7 +172,8 @@ def _rearranged(name: str, views: Sequence[View], output: Any) -> View | None:
     if len(views) == 1:
         keeps_norms = known(name).rearranges
     else:
-        # The derivative of 1 + scale is the identity. A broadcast scale has other norms.
+        # A sum with a constant, such as 1 + scale, has the derivative 1, or -1 if it subtracts. A
+        # view that the sum broadcasts gets the sum of several cotangents, which has another norm.
         adds = name in {"add", "add_any", "sub"}
         keeps_norms = adds and source.value.shape == output.shape
     if not keeps_norms:

@@ -24,10 +24,11 @@ from dpjax.types import ClippedSum, Clipping, Key, Purpose, PyTree
 def projected(
     loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTree, key: Key
 ) -> ClippedSum:
-    """The clipped sum of a rule whose norms are estimated; one key serves a whole step.
+    """``start`` plus the clipped sum of a rule whose norms are estimated.
 
-    Forward mode gives the norms. Then one reverse pass gives the sum, as the derivative of the sum
-    of losses with the factors as weights.
+    Forward mode gives the norms, and they give a factor f_i for each example. One reverse pass then
+    gives the sum of f_i * gradient_i, as the gradient of the sum of f_i * loss_i. All microbatches
+    of a step have the same key.
     """
 
     def losses_of(params: PyTree) -> tuple[Array, Any]:
@@ -36,14 +37,15 @@ def projected(
     # Accelerators round products by default, differently for norms and sums.
     with jax.default_matmul_precision("highest"):
         _check(loss, params, trees.one_row(rows.batch))
-        projections = rule.projections or 1  # this engine runs only if it is not None
+        projections = rule.projections or 1  # for the type: here it is never None
         norms = estimated_norms(loss, projections, params, rows.batch, key)
         real = rows.mask[:, None]
-        factors = jnp.where(real, rule.factors(norms), 0) * rows.weights
-        factors_of_examples = factors[:, 0]  # such a rule has one group
+        factors = jnp.where(real, rule.factors(norms), 0) * rows.weights  # [batch, groups]
+        factors_of_examples = factors[:, 0]  # a rule with estimated norms has one group
         losses, pull_back, aux = jax.vjp(losses_of, params, has_aux=True)
         (value,) = pull_back(factors_of_examples.astype(losses.dtype))
-        # 0 * NaN is NaN: if the sum is not finite, examples are differentiated one by one.
+        # An example with a NaN has the factor 0, but 0 * NaN is NaN in the sum. If the sum is not
+        # finite, examples are differentiated one by one, and such gradients are left out.
         value = jax.lax.cond(
             _is_finite(value),
             lambda: value,
@@ -66,11 +68,12 @@ def estimated_norms(
 ) -> Float[Array, "batch 1"]:
     """The root mean square of each example's inner products with random directions.
 
-    The derivative of a loss along a direction is the inner product of gradient and direction.
+    The square of ``<gradient, v>`` has the mean ``norm(gradient) ** 2`` over standard normal
+    directions ``v``, and ``<gradient, v>`` is the derivative of the loss along ``v``.
     """
 
     def products_with(number: Array) -> Float[Array, " batch"]:
-        """The inner products with direction ``number``, which all examples share."""
+        """The inner products with direction number ``number``, which all examples share."""
         direction_key = trees.step_key(key, Purpose.PROJECTIONS, number)
         direction = trees.random_like(noise.standard_normal, direction_key, params)
 
@@ -84,9 +87,9 @@ def estimated_norms(
 
         return jax.vmap(product)(batch)
 
-    # One direction after the other: the memory of one forward pass.
+    # One direction after the other takes the memory of one forward pass.
     products = jax.lax.map(products_with, jnp.arange(projections))  # [projections, batch]
-    return jnp.sqrt(jnp.mean(jnp.square(products), axis=0))[:, None]
+    return jnp.sqrt(jnp.mean(jnp.square(products), axis=0))[:, None]  # for the one group
 
 
 def _one_by_one(

@@ -3,8 +3,8 @@
 
 Symptom (jaxlib 0.10.2, CPU): in the body of a loop, where microbatches live, XLA compiles the input
 cotangents that JAX writes to naive loops; forward convolutions stay fast. So both cotangents are
-written as forward convolutions. One of few input channels is slow too; it computes several
-neighbouring outputs together, as if they were channels.
+written as forward convolutions. A forward convolution with few input channels is slow too: it is
+written as one that computes several neighbouring outputs together, as if they were channels.
 
 ``tests/test_ghost_definition.py`` ("conv ...") tests norms, ``tests/test_xla_cpu.py`` the values.
 
@@ -30,6 +30,7 @@ _FAST_OUTPUT_CHANNELS = 48
 
 def convolution(parameters: dict[str, Any], x: Array, kernel: Array) -> Array:
     """A convolution whose two cotangents are forward convolutions too."""
+    # JAX differentiates the padding; the cotangents below belong to the padded input.
     x, parameters = _padded(x, parameters)
     as_written = partial(_as_written, parameters)
     forward = partial(_forward, parameters)
@@ -40,8 +41,8 @@ def convolution(parameters: dict[str, Any], x: Array, kernel: Array) -> Array:
 
     def backward(inputs: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
         x, kernel = inputs
-        # The engine forms kernel gradients from patches; only `fast` losses take this one. With
-        # groups of channels it is JAX's, because `_kernel_cotangent` has no groups.
+        # The book-keeping engine forms kernel gradients itself, from patches: this one is for
+        # losses under `primitives.fast`. `_kernel_cotangent` takes no groups of channels.
         if parameters["feature_group_count"] == 1:
             kernel_cotangent = _kernel_cotangent(parameters, x, kernel.shape, cotangent)
         else:
@@ -57,7 +58,8 @@ def convolution(parameters: dict[str, Any], x: Array, kernel: Array) -> Array:
 def _padded(x: Array, parameters: dict[str, Any]) -> tuple[Array, dict[str, Any]]:
     """The input and parameters of a strided convolution with its padding as part of the input.
 
-    Padding inside such a convolution was twice as slow. Other convolutions stay as they are.
+    Padding inside such a convolution was twice as slow. Other convolutions stay as they are. So do
+    those with a dilated input, to which the padding is added after the dilation.
     """
     padding = parameters["padding"]
     is_padded = any(map(any, padding))
@@ -90,23 +92,24 @@ def _as_written(parameters: dict[str, Any], x: Array, kernel: Array) -> Array:
 
 
 def _neighbours(parameters: dict[str, Any], x: Array, kernel: Array) -> int:
-    """How many outputs along the last axis to compute together; 1 where it does not help.
+    """How many outputs along the last axis of space to compute together; 1 if it does not help.
 
-    The answer is the least number that gives `_FAST_OUTPUT_CHANNELS` channels, or all outputs.
+    Each of them has all output channels. The answer is the least number that has
+    `_FAST_OUTPUT_CHANNELS` in total, or all outputs along the axis if they have fewer.
     """
     numbers = parameters["dimension_numbers"]
     dilations = (*parameters["lhs_dilation"], *parameters["rhs_dilation"])
     is_dilated = any(dilation != 1 for dilation in dilations)
     is_grouped = parameters["feature_group_count"] != 1 or parameters["batch_group_count"] != 1
-    # With the channels last, neighbours along the last axis lie next to each other in memory.
-    channels_at = numbers.out_spec[1]
-    neighbours_at = numbers.out_spec[-1]
-    channels_last = channels_at == x.ndim - 1 and neighbours_at == x.ndim - 2
-    # The limits are for float32, and the forms below have one group and no dilation.
+    # If the channels come last, outputs along the last axis of space are neighbours in memory.
+    _, channel_axis, *space = numbers.out_spec
+    channels_last = channel_axis == x.ndim - 1 and space[-1] == x.ndim - 2
+    # The limits were timed in float32, and `_neighbours_together` is for one group and no dilation.
     if not channels_last or x.dtype != jnp.float32 or is_dilated or is_grouped:
         return 1
     output_axis, input_axis, *kernel_space = numbers.rhs_spec
     kernel_width = kernel.shape[kernel_space[-1]]
+    # Neighbours under a kernel of width 1 have no pixel in common.
     if kernel.shape[input_axis] > _SLOW_INPUT_CHANNELS or kernel_width == 1:
         return 1
     enough = -(-_FAST_OUTPUT_CHANNELS // kernel.shape[output_axis])  # rounded up
@@ -129,12 +132,13 @@ def _columns(parameters: dict[str, Any], row_length: int, kernel: Array) -> int:
 def _neighbours_together(parameters: dict[str, Any], count: int, x: Array, kernel: Array) -> Array:
     """The convolution in rounds: each computes ``count`` neighbouring outputs along the last axis.
 
-    A round has a kernel for each of its outputs, which is the kernel moved by as many strides. They
-    look like more output channels, which XLA vectorises.
+    A round reads the pixels of all its outputs. Output number j of a round has a kernel for these
+    pixels: the given one, moved by j strides, and zeros elsewhere. Together the kernels look like
+    one with more output channels, which XLA vectorises. The output has its channels last.
     """
     numbers = parameters["dimension_numbers"]
     output_axis = numbers.rhs_spec[0]
-    last_axis = numbers.rhs_spec[-1]
+    last_axis = numbers.rhs_spec[-1]  # of the kernel's space
     *other_strides, stride = parameters["window_strides"]
     *other_padding, (low, high) = parameters["padding"]
     row_length = _row_length(parameters, x)
@@ -146,7 +150,7 @@ def _neighbours_together(parameters: dict[str, Any], count: int, x: Array, kerne
 
     def moved(output: int) -> Array:
         """The kernel of output number ``output`` of a round, padded to what all outputs read."""
-        # Zeros let a non-finite pixel reach neighbours, but never another example.
+        # A non-finite pixel times a zero reaches neighbouring outputs, but never another example.
         edges = [(0, 0, 0)] * kernel.ndim
         edges[last_axis] = (output * stride, (count - 1 - output) * stride, 0)
         return jax.lax.pad(kernel, jnp.zeros((), kernel.dtype), edges)
@@ -158,8 +162,8 @@ def _neighbours_together(parameters: dict[str, Any], count: int, x: Array, kerne
     }
     x, by_rounds = _padded(x, by_rounds)
     kernels = jnp.concatenate([moved(output) for output in range(count)], output_axis)
-    y = _as_written(by_rounds, x, kernels)  # [.., rounds, count * channels]
-    y = y.reshape(*y.shape[:-2], rounds * count, -1)
+    y = _as_written(by_rounds, x, kernels)  # [..., rounds, count * channels]
+    y = y.reshape(*y.shape[:-2], rounds * count, -1)  # [..., rounds * count, channels]
     return jax.lax.slice_in_dim(y, 0, columns, axis=y.ndim - 2)
 
 
@@ -168,7 +172,10 @@ def _input_cotangent(
 ) -> Array:
     """The cotangent of an input of this shape: the output's, convolved with the flipped kernel.
 
-    Strides of the forward pass spread the cotangent, and the dilation of its input are strides.
+    In the forward pass, entry k of the kernel takes entry i of the input to entry o of the output
+    if ``lhs_dilation * i = stride * o + rhs_dilation * k - low``, with the padding ``low`` at the
+    start. Here o is summed over and i counts the results, so ``stride`` is the dilation of the
+    cotangent, and ``lhs_dilation`` is the stride.
     """
     numbers = parameters["dimension_numbers"]
     groups = parameters["feature_group_count"]
@@ -180,13 +187,14 @@ def _input_cotangent(
     # The barrier keeps XLA from folding the flip into the form that it runs slowly.
     flipped = jax.lax.optimization_barrier(flipped)
     padding = []
-    for i, axis in enumerate(space):
+    for dim, axis in enumerate(space):
         # A reach is the distance from the first entry of an axis to its last, after dilation.
-        kernel_reach = (kernel.shape[axis] - 1) * parameters["rhs_dilation"][i]
-        input_reach = (shape[numbers.lhs_spec[2 + i]] - 1) * dilations[i]
-        output_reach = (cotangent.shape[numbers.out_spec[2 + i]] - 1) * strides[i]
-        # Full correlation minus the padding of the forward pass; the end takes the rest.
-        low = kernel_reach - parameters["padding"][i][0]
+        kernel_reach = (kernel.shape[axis] - 1) * parameters["rhs_dilation"][dim]
+        input_reach = (shape[numbers.lhs_spec[2 + dim]] - 1) * dilations[dim]
+        output_reach = (cotangent.shape[numbers.out_spec[2 + dim]] - 1) * strides[dim]
+        # A full convolution has a padding of kernel_reach, and the forward padding is taken off. At
+        # the end it follows from low + output_reach + high = input_reach + kernel_reach.
+        low = kernel_reach - parameters["padding"][dim][0]
         padding.append((low, input_reach + kernel_reach - output_reach - low))
     return jax.lax.conv_general_dilated(
         cotangent,
@@ -208,32 +216,35 @@ def _kernel_cotangent(
 ) -> Array:
     """The cotangent of a kernel of this shape: the input, convolved with the output's cotangent.
 
-    Both are summed over the examples, as a convolution sums over channels. So the examples are the
-    channels, and the channels of the input are the batch.
+    Entry k for channel c of the input and d of the output is the sum of ``x[n, i, c] *
+    cotangent[n, o, d]`` over examples n and outputs o, with i as in `_input_cotangent`. A
+    convolution sums over channels and space: so here n are its channels, o is the space of its
+    kernel, c its batch and d its output channels.
     """
     numbers = parameters["dimension_numbers"]
     dilations = parameters["lhs_dilation"]
     input_batch, channel_axis, *input_space = numbers.lhs_spec
     output_batch, output_axis, *output_space = numbers.out_spec
     # Examples are the last axis of the images, because XLA computes such convolutions fast in a
-    # loop. Images are [channels, *space, examples], and the kernel [*space, examples, outputs].
+    # loop. Images are [c, *space of i, n], and the kernel of this convolution [*space of o, n, d].
     images = jnp.transpose(x, (channel_axis, *input_space, input_batch))
     kernel = jnp.transpose(cotangent, (*output_space, output_batch, output_axis))
     # The barrier keeps XLA from folding the transposes into the form that it runs slowly.
     images, kernel = jax.lax.optimization_barrier((images, kernel))
     padding = []
-    for i, axis in enumerate(numbers.rhs_spec[2:]):
+    for dim, axis in enumerate(numbers.rhs_spec[2:]):
         # A reach is the distance from the first entry of an axis to its last, after dilation.
-        input_reach = (images.shape[1 + i] - 1) * dilations[i]
-        output_reach = (kernel.shape[i] - 1) * parameters["window_strides"][i]
-        kernel_reach = (shape[axis] - 1) * parameters["rhs_dilation"][i]
-        # The forward pass may leave the end of the input unread: that padding is negative.
-        low = parameters["padding"][i][0]
+        input_reach = (images.shape[1 + dim] - 1) * dilations[dim]
+        output_reach = (kernel.shape[dim] - 1) * parameters["window_strides"][dim]
+        kernel_reach = (shape[axis] - 1) * parameters["rhs_dilation"][dim]
+        # The padding at the end follows from low + input_reach + high = kernel_reach +
+        # output_reach. It is negative if the forward pass leaves the end of the input unread.
+        low = parameters["padding"][dim][0]
         padding.append((low, kernel_reach + output_reach - input_reach - low))
     rank = len(input_space)
-    last = rank + 1  # the axis of the examples in the images, of the output's channels after that
+    last = rank + 1  # the axis of n in the images, and of d in kernel and result
     inner = range(1, last)
-    # The output has the channels of the input first, then space, then the output's channels.
+    # The result is [c, *space of k, d].
     kernel_cotangent = jax.lax.conv_general_dilated(
         images,
         kernel,

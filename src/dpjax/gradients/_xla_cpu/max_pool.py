@@ -61,7 +61,7 @@ def _is_unusual(parameters: dict[str, Any], x: Array) -> bool:
 def _input_cotangent(
     parameters: dict[str, Any], x: Array, largest: Array, cotangent: Array
 ) -> Array:
-    """The cotangent of the input: that of each window goes to its winner.
+    """The cotangent of the input: that of each window goes to its first largest entry, the winner.
 
     The loop is over the entries of a window, for all windows together: ``largest`` and
     ``cotangent`` have a number for each window.
@@ -77,14 +77,15 @@ def _input_cotangent(
     has_no_winner = jnp.ones(largest.shape, bool)
     zero = jnp.zeros((), cotangent.dtype)
     for start in itertools.product(*map(range, parameters["window_dimensions"])):
-        # This entry of all windows: from the start on, by the stride.
-        sides = zip(start, largest.shape, strides, strict=True)
-        ends = [first + (count - 1) * stride + 1 for first, count, stride in sides]
-        wins = has_no_winner & (jax.lax.slice(padded, start, ends, strides) == largest)
+        # The entry at `start` of the first window; a stride further it is that of the next one.
+        by_axis = zip(start, largest.shape, strides, strict=True)
+        ends = [first + (count - 1) * stride + 1 for first, count, stride in by_axis]
+        entries = jax.lax.slice(padded, start, ends, strides)  # one of each window
+        wins = has_no_winner & (entries == largest)
         has_no_winner = has_no_winner & ~wins
-        # Padding puts the entries back to their places in the input.
-        sides = zip(start, padded.shape, ends, strides, strict=True)
-        around = [(first, length - end, stride - 1) for first, length, end, stride in sides]
-        total = total + jax.lax.pad(jnp.where(wins, cotangent, zero), zero, around)
-    (input_cotangent,) = pull_back(total)
+        # Zeros before, after and between the entries' cotangents put them where the entries were.
+        by_axis = zip(start, padded.shape, ends, strides, strict=True)
+        zeros = [(first, length - end, stride - 1) for first, length, end, stride in by_axis]
+        total = total + jax.lax.pad(jnp.where(wins, cotangent, zero), zero, zeros)
+    (input_cotangent,) = pull_back(total)  # without the padding
     return input_cotangent

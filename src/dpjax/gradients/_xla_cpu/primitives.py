@@ -52,14 +52,17 @@ FAST = {
 
 def bind_fast(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     """Evaluates one equation, by its row of `FAST` if it has one that is better here."""
-    row = FAST.get(equation.primitive.name)
-    if row is None or not row.better():
+    version = FAST.get(equation.primitive.name)
+    if version is None or not version.better():
         return bind(equation, inputs)
-    return [row.run(equation.params, *inputs)]
+    return [version.run(equation.params, *inputs)]
 
 
 def fast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with `bind_fast`, except in loops, branches and custom derivatives."""
+    """The function, with each equation evaluated by `bind_fast`.
+
+    Equations inside loops, branches and custom derivatives stay as they are.
+    """
 
     def step(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
         if equation.primitive.name != "jit":
