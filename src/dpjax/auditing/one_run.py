@@ -131,11 +131,11 @@ def _of_event(event: DpEvent, numbers: tuple[int, int, int], delta: float, risk:
         profile = profile_of(scaled_event, method, neighbours="add-or-remove")
         deltas = np.array([profile.delta(epsilon) for epsilon in _POINTS])
 
-        def least(right: float) -> float:
-            """The trade-off curve: false positives at least, at these true positives."""
+        def least(true_positives: float) -> float:
+            """The trade-off curve: the least false-positive rate at a true-positive rate."""
             # Each (epsilon, delta) bounds the curve in both directions. More points only raise it.
-            forward = np.max((right - deltas) / growth)
-            reverse = np.max(1 - deltas - growth * (1 - right))
+            forward = np.max((true_positives - deltas) / growth)
+            reverse = np.max(1 - deltas - growth * (1 - true_positives))
             return max(0.0, float(forward), float(reverse))
 
         return refuted(least, *numbers, risk)
