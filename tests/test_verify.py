@@ -323,7 +323,7 @@ def test_a_run_without_noise_promises_nothing(name):
 EXACT = [(1.0, 1e-5, 4.3771780957), (20**0.5 / 5, 1e-15, 7.2450003)]
 
 
-@kills("verify/_epsilon.py", "signal = exchange * math.sqrt(", "signal = math.sqrt(", slow=True)
+@kills("verify/_epsilon.py", "signal = bounds_moved * math.sqrt(", "signal = math.sqrt(", slow=True)
 @pytest.mark.parametrize(("moved", "delta", "expected"), EXACT)
 def test_gaussians_without_sampling_have_a_closed_form(moved, delta, expected):
     """Claims at any delta are compared with it, from both sides."""

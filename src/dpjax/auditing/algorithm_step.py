@@ -46,15 +46,16 @@ class Separation(NamedTuple):
     @property
     def refutes(self) -> bool:
         """Whether the canary moves more than the mechanism allows, or by NaN."""
-        if self.claimed == math.inf:
+        if self.claimed == math.inf:  # a mechanism without noise allows any move
             return False
         # The negated comparisons also refute a step by NaN, which is not above anything.
         if self.projections is None:
             return not np.max(self.lower) <= self.claimed
         from scipy.stats import chi2
 
-        # With an estimated norm a contribution reaches s bounds with P(chi2_r < r / s^2). This
-        # share of keys may reach s times the claimed separation.
+        # A contribution whose norm is estimated from r projections moves the sum by s bounds or
+        # more with the probability P(chi2_r < r / s^2). So at most this share of the keys may reach
+        # s times the claimed separation.
         separations, shares = self._shares()
         with np.errstate(divide="ignore"):
             inverse_s = self.claimed / separations
@@ -160,24 +161,27 @@ def audit_algorithm(
         if row is not None:
             checks.whole(call, "canary or instead", row, least=0, most=sampling.examples - 1)
     confidence = checks.fraction(call, "confidence", confidence, "Such as 0.999, not per cent.")
-    # Two neighbouring data sets: they differ in the canary, or in the row at its place.
+    # Samplers of two neighbouring data sets: `present` draws the canary, and `absent` lacks it, or
+    # draws the row `instead` in its place.
     if instead is None:
         present = sampling
         absent = without(sampling, [canary])
     else:
         present = without(sampling, [instead])
         absent = _redrawn(present, lambda draw, _: _renamed(draw, canary, instead))
+    # Each takes a seed, and returns the leaves that the first step releases under its key.
     step_with = _FirstStep(build(present), params)
     step_without = _FirstStep(build(_empty_beyond_seeds(absent)), params)
     mechanism = step_with.mechanism
     projections = mechanism.clipping.projections
     risk = 1 - confidence
     if projections is not None:
-        risk = risk / 2  # the other half is for the shares of keys
-    # Beyond the seeds that are searched, draws are empty and a step releases only noise.
+        risk = risk / 2  # the other half is for the shares of keys in `Separation`
+    # Beyond the seeds that are searched, draws are empty and a step releases only noise. So these
+    # are each leaf's deviation of the noise and its upper confidence limit, [leaves].
     deviations, limits = _deviations(lambda n: step_without(_SEEDS + n), pairs, risk)
-    moved = []  # [keys, leaves]
-    rounding = []
+    moved = []  # the distance between the two steps, [keys, leaves]
+    rounding = []  # the most of it that rounding explains, [keys, leaves]
     for seed in _seeds_that_draw(present, canary, keys):
         leaves_with = step_with(seed)
         leaves_without = step_without(seed)
@@ -185,15 +189,16 @@ def audit_algorithm(
         moved.append([float(np.linalg.norm(a - b)) for a, b in pairs_of_leaves])
         rounding.append(step_with.rounding(leaves_with, leaves_without))
     # A difference that rounding can explain is not evidence against the mechanism.
-    certain = np.maximum(0.0, np.subtract(moved, rounding))
-    # The audit decides, and not the mechanism's relation: for a removal, the claim of a replacement
-    # allows half of the noise.
+    least_moved = np.maximum(0.0, np.subtract(moved, rounding))
+    # One row moves the sum by one bound, and a replacement by two. The neighbours of this audit
+    # decide, and not the mechanism's relation: where the canary is only left out, twice the claim
+    # does not refute a step with half of the noise.
     claimed = _of_one_row(mechanism)
     if instead is not None:
         claimed = 2.0 * claimed
     return Separation(
         measured=in_units(np.asarray(moved), deviations),
-        lower=in_units(certain, limits),
+        lower=in_units(least_moved, limits),
         claimed=claimed,
         projections=projections,
         confidence=confidence,
@@ -311,23 +316,26 @@ class _FirstStep:
 def _deviations(
     noise_of: Callable[[int], list[np.ndarray]], pairs: int, risk: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The deviation of each leaf's noise, and upper limits, ``[leaves]``.
+    r"""The deviation of each leaf's noise, and its upper confidence limit, ``[leaves]``.
 
-    ``noise_of(n)`` is the n-th step of only noise. All limits together fail with the risk.
+    ``noise_of(n)`` are the leaves after the n-th step of only noise. The squares of d numbers of a
+    leaf sum to S, and $S / \sigma^2$ has the distribution $\chi^2_d$. So the deviation is
+    $\sqrt{S / d}$, and the limit is $\sqrt{S / q}$ with a low quantile q of $\chi^2_d$. The chance
+    that any limit is too low is at most ``risk``.
     """
     from scipy.stats import chi2
 
-    # The sum of squares of each leaf's numbers, and how many they are. The first pair gives both
-    # their length.
-    squares = np.zeros(1)
-    counts = np.zeros(1)
+    squares = np.zeros(1)  # S of each leaf: broadcast to [leaves] by the first pair
+    counts = np.zeros(1)  # d of each leaf, likewise
     for pair in range(pairs):
         leaves = zip(noise_of(2 * pair), noise_of(2 * pair + 1), strict=True)
-        # The difference of two keys has mean 0, also where the optimizer decays the parameters.
+        # The difference of two keys has mean 0, also where the optimizer decays the parameters, and
+        # sqrt(2) times the deviation.
         differences = [(a - b) / math.sqrt(2) for a, b in leaves]
         squares = squares + np.array([np.sum(leaf**2) for leaf in differences])
         counts = counts + np.array([leaf.size for leaf in differences])
     counts = np.maximum(counts, 1)  # an empty leaf has no number, and chi2 needs a degree
+    # Each leaf has an equal share of the risk.
     quantiles = chi2(counts).ppf(risk / len(counts))
     return np.sqrt(squares / counts), np.sqrt(squares / quantiles)
 

@@ -133,7 +133,7 @@ def _added(
     canaries: PyTree,
     rest: PyTree,
 ) -> Float[Array, " canaries"]:
-    """The scores after one more step.
+    """The scores after one more step: each gains its term of the sum in `score_canaries`.
 
     Args:
       loss: As for `score_canaries`.
@@ -149,7 +149,7 @@ def _added(
     examples = mechanism.sampling.examples
     canary_count = trees.leading_size(canaries)
     rest_count = trees.leading_size(rest)
-    if per_step is not None:
+    if per_step is not None:  # the loss reads its value as the last part of each example
         of_step = per_step(step)
         canaries = trees.with_last(canaries, of_step, (canary_count,))
         rest = trees.with_last(rest, of_step, (rest_count,))
@@ -157,20 +157,21 @@ def _added(
     clipped = clipped_grad(loss, dataclasses.replace(mechanism.clipping, projections=None))
     of_canaries = clipped(params, canaries)
     of_rest = clipped(params, rest)
-    # The rest can be a sample of all other rows; an empty one has the sum 0.
+    # The sum of a sample of the other rows is scaled up to all of them; that of an empty one is 0.
     scale = (examples - canary_count) / max(1, rest_count)
 
-    def surplus_of(mean: Array, rest_sum: Array, canary_sum: Array, leaf: Array) -> Array:
+    def surplus_of(mean: Array, rest_sum: Array, canary_sum: Array, param: Array) -> Array:
         """The released mean, less its expectation over the coins of the canaries."""
         expected = (scale * rest_sum + canary_sum / 2) / examples
-        return (mean - expected).astype(leaf.dtype)
+        return (mean - expected).astype(param.dtype)  # as `jax.jvp` needs it
 
     surplus = jax.tree.map(surplus_of, mean, of_rest.value, of_canaries.value, params)
 
     def losses(params: PyTree) -> Array:
         return jax.vmap(loss, (None, 0))(params, canaries)
 
-    # One forward-mode pass is the dot product of every canary's gradient with the surplus.
+    # One forward-mode pass is the dot product of every canary's gradient with the surplus. The
+    # factors clip it: they are [canaries, groups], and their mean stands for all groups.
     _, products = jax.jvp(losses, (params,), (surplus,))
     return scores + products * jnp.mean(of_canaries.factors, axis=1)
 

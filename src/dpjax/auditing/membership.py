@@ -92,10 +92,13 @@ def audit_membership(
     confidence = checks.fraction(call, "confidence", confidence, "Such as 0.95, not per cent.")
     ins = _falling(_checked("members", members))
     outs = _falling(_checked("others", others))
-    # The risk is shared by both limits of both rates, at every rank from either end.
+    # Four kinds of limits share the risk, a lower and an upper one of both rates, and each kind has
+    # limits at `_RANKS` ranks from both ends.
     risk = (1 - confidence) / 4 / _RANKS / 2
     by_members = _refuted(ins, outs, delta, risk)
-    by_others = _refuted(-outs[::-1], -ins[::-1], delta, risk)  # guesses of the opposite
+    # The opposite test guesses that rows with low scores are others. Negated scores are reversed,
+    # so they fall again.
+    by_others = _refuted(-outs[::-1], -ins[::-1], delta, risk)
     # The bootstrap: rows of both kinds are drawn again, with replacement.
     draw = np.random.default_rng(seed)
     resampled = []
@@ -126,14 +129,14 @@ def lira(
     *,
     online: bool = True,
 ) -> Float[np.ndarray, " rows"]:
-    r"""The likelihood ratio of membership of each row, from models that others trained.
+    r"""The log likelihood ratio of membership of each row, by shadow models of the attacker.
 
     $$ \ln \frac{N(s_i;\ \mu_i^{\mathrm{in}}, \sigma_{\mathrm{in}}^2)}
        {N(s_i;\ \mu_i^{\mathrm{out}}, \sigma_{\mathrm{out}}^2)} $$
 
-    with the means over shadow models that row $i$ was in, or was not in, and deviations over all
-    rows, because one row has too few models. Scores should be near to Gaussian: the log odds of
-    the true label.
+    with the score $s_i$ under the attacked model, the means $\mu_i$ of the scores under the shadow
+    models that row $i$ was in, or was not in, and deviations $\sigma$ over all rows, because one
+    row has too few models. Scores should be near to Gaussian: the log odds of the true label.
 
     Args:
       target: The score of each row under the attacked model.
@@ -192,21 +195,25 @@ def _checked(name: str, scores: ArrayLike) -> Float[np.ndarray, " rows"]:
 
 
 def _refuted(ins: np.ndarray, outs: np.ndarray, delta: float, risk: float) -> float:
-    """The largest epsilon that the limits of both rates refute; scores fall from the first.
+    r"""The largest lower bound $\ln((\mathrm{TPR} - \delta) / \mathrm{FPR})$ over thresholds.
 
-    A threshold is the score of a member with one of `_ranks`; rows above it, or at it, count.
+    A threshold is the score of a member at one of `_ranks`, and rows at it or above are guessed to
+    be members. The rates are confidence limits: TPR a lower, and FPR an upper one, each wrong with
+    the chance ``risk``. ``ins`` and ``outs`` fall from the first score.
     """
     from scipy.stats import beta  # the import takes a second, so only audits of whole runs pay it
 
-    # Ranks are chosen without looking, so the share of all members above the k-th score is beta
-    # distributed, and its quantile is the limit of Clopper and Pearson.
+    # The ranks do not depend on the scores. So the chance that a new row reaches the k-th of n
+    # scores is distributed as beta(k, n - k + 1), and quantiles of it are the limits of Clopper and
+    # Pearson.
     ranks = _ranks(ins.size)
     out_ranks = _ranks(outs.size)
     least_true = beta.ppf(risk, ranks, ins.size - ranks + 1)
     most_false_at = beta.ppf(1 - risk, out_ranks, outs.size - out_ranks + 1)
-    # Fewer others count than the next larger rank, so the limit at this rank holds.
-    others_above = np.searchsorted(-outs, -ins[ranks - 1], side="right")
-    next_rank = np.searchsorted(out_ranks, others_above + 1)
+    # The other row with the next larger rank is below the threshold, so the limit at this rank
+    # holds for the threshold. Without a larger rank the limit is 1.
+    others_reaching = np.searchsorted(-outs, -ins[ranks - 1], side="right")
+    next_rank = np.searchsorted(out_ranks, others_reaching + 1)  # an index of out_ranks
     most_false = np.append(most_false_at, 1.0)[next_rank]
     with np.errstate(divide="ignore"):
         epsilons = np.log(np.maximum(least_true - delta, 0) / most_false)
@@ -234,13 +241,18 @@ def _measured(ins: np.ndarray, outs: np.ndarray) -> Float[np.ndarray, " four"]:
 
 
 def _fitted(ins: np.ndarray, outs: np.ndarray, delta: float, confidence: float) -> float:
-    """The lower bound on epsilon by the distance of two Gaussians with one deviation."""
+    r"""The lower bound on epsilon if both kinds of scores are Gaussian with one deviation.
+
+    A lower confidence limit of $\mu$, the distance of the means in deviations, is the separation of
+    a Gaussian mechanism. With m and n scores $\mu$ has about the standard error
+    $\sqrt{1 / m + 1 / n + \mu^2 / (2 (m + n))}$.
+    """
     from scipy.stats import norm
 
     total = ins.size + outs.size
     squares = ins.var() * ins.size + outs.var() * outs.size
     deviation = math.sqrt(squares / (total - 2))
-    if not deviation:  # all scores of a kind are equal
+    if not deviation:  # all scores of a kind are equal, so any difference is certain
         return math.inf if ins[0] > outs[0] else 0.0
     mu = (ins.mean() - outs.mean()) / deviation
     standard_error = math.sqrt(1 / ins.size + 1 / outs.size + mu**2 / (2 * total))

@@ -30,9 +30,8 @@ def epsilon_lower_bound(
 ) -> float:
     r"""The largest epsilon that this number of right guesses refutes, from a single run.
 
-    Canaries join by fair coins. If a run is private, few numbers of right guesses are likely; the
-    bound is the epsilon at ``delta`` of the most private run that is refuted, among the runs of a
-    family:
+    Canaries join by fair coins. If a run is private, many right guesses are unlikely. The bound is
+    the epsilon at ``delta`` of the least private run that is refuted, among the runs of a family:
 
     | ``curve`` | the family |
     |---|---|
@@ -77,14 +76,16 @@ def epsilon_lower_bound(
         return _of_event(curve, numbers, delta, risk)
     checks.one_of(call, "curve", curve, CURVES, "Or give an event.")
     if curve == "any" or delta == 0:
-        return _largest(lambda epsilon: _any_refuted(epsilon, numbers, delta, risk), 0.0, 50.0)
+        return _largest(
+            lambda epsilon: _any_refuted(epsilon, numbers, delta, risk), low=0.0, high=50.0
+        )
     checks.delta(call, delta)
 
     def gaussian_refuted(mu: float) -> bool:
-        # The trade-off curve of two Gaussians at the distance mu.
+        # The trade-off curve of two Gaussians at the distance mu, from a rate of true positives.
         return refuted(lambda rate: float(ndtr(ndtri(rate) - mu)), *numbers, risk)
 
-    mu = _largest(gaussian_refuted, 0, 20.0)
+    mu = _largest(gaussian_refuted, low=0.0, high=20.0)
     return profiles.gaussian(mu).epsilon(delta)
 
 
@@ -95,16 +96,17 @@ def refuted(
 
     ``least`` is the smallest false-positive rate that the curve allows at a true-positive rate.
     """
-    # Assume that the chance of j right guesses or more is `risk` at j = correct. For a random
-    # canary, `right` is the chance that its guess is right and j or more are, and `wrong` that its
-    # guess is wrong and j or more are right. Flipping its coin makes one right guess wrong, so
-    # `wrong` at j is at least the rate that the curve allows for `right` at j + 1. The sum over all
-    # j cannot exceed the chance that the canary has a guess.
+    # For a random canary, `right` is the chance that its guess is right and that j guesses or more
+    # are right in all; `wrong` is the chance that its guess is wrong and that j or more are right.
+    # They begin at j = correct, where the chance of j right guesses or more is taken to be `risk`.
+    # Flipping the canary's coin makes its right guess wrong and leaves one right guess less, so
+    # `wrong` at j is at least the rate that the curve allows for `right` at j + 1. The assumption
+    # is false if right + wrong exceeds the chance that the canary has a guess.
     right = risk * correct / canaries
     wrong = risk * (guesses - correct) / canaries
     for j in range(correct - 1, -1, -1):
         wrong_at_j = max(wrong, least(right))
-        if wrong_at_j == wrong:  # and so at all smaller j
+        if wrong_at_j == wrong:  # neither chance rises here, so none does at smaller j
             break
         # Exactly j right guesses add to both chances, in the ratio of right to wrong guesses.
         right += j / (guesses - j) * (wrong_at_j - wrong)
@@ -115,29 +117,32 @@ def refuted(
 
 
 def _of_event(event: DpEvent, numbers: tuple[int, int, int], delta: float, risk: float) -> float:
-    """The epsilon of the event with the least noise that is refuted.
+    """The epsilon at ``delta`` of the event, with the least noise at which it is refuted.
 
-    An octave halves the noise of the event.
+    ``numbers`` are the right guesses, all guesses and the canaries. An octave halves the noise of
+    the event. From 8 octaves more noise to 8 less, the search is exact to 0.3 % of the noise.
     """
     method = accounting.tightest(event)
     growth = np.exp(_POINTS)
 
     def is_refuted(octaves: float) -> bool:
-        profile = profile_of(with_noise(event, 2.0**-octaves), method, "add-or-remove")
+        scaled_event = with_noise(event, 2.0**-octaves)
+        # Canaries join or not: the data sets differ by one that is added or removed.
+        profile = profile_of(scaled_event, method, neighbours="add-or-remove")
         deltas = np.array([profile.delta(epsilon) for epsilon in _POINTS])
 
-        def least(right: float) -> float:
-            """The trade-off curve: false positives at least, at these true positives."""
+        def least(true_positives: float) -> float:
+            """The trade-off curve: the least false-positive rate at a true-positive rate."""
             # Each (epsilon, delta) bounds the curve in both directions. More points only raise it.
-            forward = np.max((right - deltas) / growth)
-            reverse = np.max(1 - deltas - growth * (1 - right))
+            forward = np.max((true_positives - deltas) / growth)
+            reverse = np.max(1 - deltas - growth * (1 - true_positives))
             return max(0.0, float(forward), float(reverse))
 
         return refuted(least, *numbers, risk)
 
-    if not is_refuted(-8.0):
+    if not is_refuted(-8.0):  # nothing is refuted, so the bound is 0
         return 0.0
-    octaves = _largest(is_refuted, -8.0, 8.0, digits=4e-3)
+    octaves = _largest(is_refuted, low=-8.0, high=8.0, digits=4e-3)
     return accounting.epsilon(with_noise(event, 2.0**-octaves), delta, method)
 
 

@@ -46,7 +46,7 @@ def claim_of(
 ) -> Claim:
     """The claim of a mechanism; arguments as in `dpjax.statement`, whose errors name ``call``."""
     checks.instance(call, "mechanism", mechanism, Mechanism, "Of a run: algorithm.mechanism.")
-    stated_delta, _ = mechanism.stated(delta, None)
+    stated_delta, _ = mechanism.stated(delta, method=None)
     delta = checks.delta(call, stated_delta)
     ran = mechanism.multipliers
     if ledger is not None:
@@ -58,14 +58,15 @@ def claim_of(
     used = tuple(name for name in accounting.METHODS if methods is None or name in methods)
     epsilons = dict(_epsilons(mechanism, tuple(ran.tolist()), delta, used))
     proven = [(e, name) for name, e in epsilons.items() if accounting.METHODS[name].proven]
-    # The smallest of several upper bounds is an upper bound: data do not choose the method.
+    # The smallest of several upper bounds is an upper bound too, whichever method gives it.
     best = min(proven, default=(math.inf, ""))
     # Attacks are bounded by the curve of one method, usually the best one.
     _, bounded_by = best
     if mechanism.risk is not None:
         bounded_by = mechanism.risk.method  # the noise was chosen by its curve
     elif methods is not None and proven:
-        # A run in progress names "rdp" first, because the curve of "pld" takes a second a row.
+        # A run in progress names its methods. The first is "rdp", whose curve is fast; that of
+        # "pld" takes seconds.
         _, bounded_by = proven[0]
     return Claim(
         mechanism=mechanism,
@@ -131,12 +132,12 @@ def _attacks(
 
 
 def not_covered(held_out: HeldOut | None, unit: str) -> list[str]:
-    """Names the test data first among what no epsilon covers, for statement and board."""
+    """The entry for the test data in the list of what no epsilon covers; none without such data."""
     if held_out is None:
         return []
     if held_out.public:
         return ["the test file, which was declared public: results on it have no noise"]
-    if not held_out.units:
+    if not held_out.units:  # nothing was held out
         return []
     noun = unit
     if held_out.units > 1:
@@ -151,12 +152,12 @@ def _why_infinite(mechanism: Mechanism, ran: np.ndarray) -> str | None:
         return f"The rule's bound is infinite: one {mechanism.unit} can move the sum by any amount."
     if not np.all(ran > 0):
         return "The noise multiplier is 0 at some step."
-    if not all(mechanism.preparation):
+    if not all(mechanism.preparation):  # the multipliers of the queries
         return "A query before the first step had no noise."
     if any(map(_not_private, mechanism.before)):
         return "An earlier run on these data was not private, so no run that uses its result is."
     if mechanism.sampling.reveals_data:
-        return mechanism.sampling.claim
+        return mechanism.sampling.claim  # the sampler's own words on its batches
     return None
 
 

@@ -79,11 +79,11 @@ def html_of(document: Document) -> str:
     parts = [f"<p>{escape(' '.join(document.verdict))}</p>"]
     for table in document.tables:
         pairs = [(entry.label, _value_of(entry)) for entry in table]
-        parts.append(_display.table("", pairs))
+        parts.append(_display.table(title="", rows=pairs))
     if document.not_covered:
         items = [f"<li>{escape(words)}</li>" for words in document.not_covered]
         parts.append(f"<p>{_NOT_COVERED}</p>\n<ul>{''.join(items)}</ul>")
-    # Numbers such as 1e-05 become powers of ten, as in the head of the page; BibTeX keeps them.
+    # Numbers such as 1e-05 become powers of ten. BibTeX is added afterwards, to keep its numbers.
     html = re.sub(r"\b[\d.]+e-\d+\b", lambda match: _display.power(match[0]), "\n".join(parts))
     if document.references:
         html += (
@@ -109,7 +109,7 @@ def _indented(entry: Row) -> Iterator[str]:
 
 def _rows(lines: Iterable[str]) -> Iterator[Row]:
     """The rows of a table; a line without a label continues the value above it."""
-    entry = row("")
+    entry = row("")  # a start without lines, which is not a row of the table
     for line in lines:
         label = line[:COLUMN].strip()
         if label:

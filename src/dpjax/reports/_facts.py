@@ -68,7 +68,7 @@ def neighbours_of(mechanism: Mechanism) -> str:
 
 
 def range_of(values: np.ndarray) -> str:
-    """One number, or the first and last of several, and between which the others are."""
+    """The values of a schedule in words: the first and last, and the range if it is wider."""
     if not len(values):
         return "none"
     first, last = values[[0, -1]]
@@ -85,17 +85,19 @@ def range_of(values: np.ndarray) -> str:
 def _sampler(mechanism: Mechanism, steps: int) -> Row:
     """How batches are drawn, and at which rate; ``steps`` is the number of steps that count."""
     sampling = mechanism.sampling
+    # The number of steps in turn in which an example is in one batch at most.
     cycle = sampling.facts.get("cycle", 1)
     size = mechanism.batch_size
     if sampling.random_bins:
-        # Sums are divided by batch_size, and bins can be larger.
+        # Each example is in one of `cycle` batches, at random. They can be larger than batch_size,
+        # by which sums are divided.
         size = sampling.examples / cycle
     rate = size / sampling.examples
     lines = [mechanism.claim]
-    if sampling.rates_by_bin:
+    if sampling.rates_by_bin:  # examples have different rates, by a public score
         rate_in_words = "rates go by bins"
         lines.append(f"counted: rate {range_of(_largest_rates(mechanism, steps))}")
-    elif sampling.in_parts:
+    elif sampling.in_parts:  # a step samples one of `cycle` parts of the data, in turn
         rate_in_words = f"rate {cycle * rate:.3g} of a part, each {cycle} steps"
     else:
         rate_in_words = f"rate {rate:.3g}"
@@ -142,13 +144,14 @@ def _clipping(mechanism: Mechanism) -> Row:
 
 def _noise(mechanism: Mechanism, ran: np.ndarray, scaled_by: str | None) -> Row:
     """The noise of steps with these multipliers: on the sum, then on the mean."""
-    # A multiplier covers sum and count together, so the sum has more noise.
+    # With an adapted bound a step releases a count too, the number of norms below the bound. Its
+    # multiplier in `ran` covers sum and count together, so the sum has more noise.
     on_sum = mechanism.multipliers_on_sum(ran)
     lines = [_multiplier(mechanism, ran, on_sum)]
     if mechanism.noise is not None:
         lines.append(_correlation(mechanism))
     groups = mechanism.gradient_multiplier
-    if isinstance(groups, Sequence):
+    if isinstance(groups, Sequence):  # a multiplier for each group
         lines += [
             f"by group: multiplier {_listed(groups)} x the group's own bound;",
             f"{range_of(on_sum)} is what these are worth together",
@@ -187,8 +190,10 @@ def _correlation(mechanism: Mechanism) -> str:
 def _on_mean(mechanism: Mechanism, on_sum: np.ndarray) -> str:
     """The standard deviation of the noise on the mean, from the multipliers on the sum."""
     if isinstance(mechanism.gradient_multiplier, Sequence):
-        deviation = f"{_listed(mechanism.deviations_on_mean(0))} by group,"
+        # Multipliers by group are the same at all steps.
+        deviation = f"{_listed(mechanism.deviations_on_mean(step=0))} by group,"
     else:
+        # How far one unit moves the sum, or the run where noise is correlated.
         moved = mechanism.clipping.sensitivity * mechanism.strategy_sensitivity
         deviation = range_of(on_sum * moved / mechanism.batch_size)
     words = f"= standard deviation {deviation} on the mean"

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from dpjax.mechanism import Mechanism
 
+# The BibTeX key of the paper on each method, sampler, rule or feature.
 _WORKS = MappingProxyType(
     {
         "dpsgd": "abadi2016deep",
@@ -31,7 +32,7 @@ def references(mechanism: Mechanism, methods: Iterable[str]) -> Iterator[str]:
     file = resources.files("dpjax.reports").joinpath("references.bib")
     entries = {}
     for entry in file.read_text(encoding="utf-8").split("\n\n"):
-        key = entry.partition("{")[2].partition(",")[0]
+        key = entry.partition("{")[2].partition(",")[0]  # from "@article{key, ..."
         entries[key] = entry.strip()
     # A reader meets the names in this order; a rule without a paper has no row.
     used = ["dpsgd", *methods, mechanism.sampling.name, mechanism.clipping.name]

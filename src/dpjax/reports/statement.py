@@ -190,11 +190,14 @@ def _as_if_poisson(claim: Claim) -> list[Row]:
     """The epsilon that papers publish for batches of an epoch, with which a reader compares."""
     mechanism = claim.mechanism
     sampling = mechanism.sampling
+    # The papers' figure is of independent noise.
     if not sampling.published_as_poisson or mechanism.noise is not None:
         return []
     steps = accounting.scheduled_gaussian(claim.ran, sampling.sampling_rate)
+    # `prepared` is the event of earlier runs and of queries. If an earlier run has no Rényi bound,
+    # there is no figure to compare with.
     event = accounting.compose(mechanism.prepared, steps)
-    with contextlib.suppress(ValueError):  # earlier runs may leave no figure to compare with
+    with contextlib.suppress(ValueError):
         value = three_digits(accounting.epsilon(event, claim.delta, "rdp-classic"))
         words = (
             f"{value:>8}   rdp-classic: the papers' figure for such batches. It does not hold for "

@@ -45,7 +45,12 @@ _FINE = 1e-4
 
 
 def by_rdp(card: Card, steps: Counter[Step]) -> tuple[dict[str, float], np.ndarray]:
-    """Epsilon by Rényi divergences, with both conversions, and deltas at `EPSILONS`."""
+    r"""Epsilon by Rényi divergences, and deltas at `EPSILONS`.
+
+    It returns an epsilon for each conversion: ``"rdp"`` is that of dp-accounting, and
+    ``"rdp-classic"`` is the least $D_\alpha - \ln \delta / (\alpha - 1)$ over the orders. Without a
+    proof there is no epsilon, and all deltas are 1.
+    """
     is_exchange = card.mechanism.neighbours == "replace-one"
     divergences = np.zeros_like(ORDERS)
     for step, count in steps.items():
@@ -54,9 +59,10 @@ def by_rdp(card: Card, steps: Counter[Step]) -> tuple[dict[str, float], np.ndarr
             return {}, np.ones_like(EPSILONS)
         divergences = divergences + of_steps
     if not is_exchange:
-        # The steps above count one Gaussian for a run with correlated noise.
+        # A run with correlated noise is one Gaussian among the steps. It costs less where an
+        # example hides among random bins, which is proved for one that is added or removed.
         runs: list[Run] = [*card.mechanism.before]
-        if card.steps:
+        if card.steps:  # otherwise the last run released nothing
             runs.append(card.mechanism)
         for run in runs:
             if run.noise is not None and run.multiplier_and_steps:
@@ -81,11 +87,12 @@ def divergences_of(step: Step, count: int, is_exchange: bool) -> np.ndarray | No
     if step.subset is None and not is_exchange:
         return count * poisson_divergences(step.rate, multiplier)
     if step.subset is not None and is_exchange:
+        # This accountant takes the multiplier relative to a replacement, as it was halved above.
         accountant = dp.rdp.RdpAccountant(ORDERS.tolist(), RELATION["replace-one"])
         noise = dp.GaussianDpEvent(multiplier)
         accountant.compose(dp.SampledWithoutReplacementDpEvent(*step.subset, noise), count)
         return accountant.rdp
-    return None
+    return None  # a Poisson sample if one is replaced, or a subset if one is added or removed
 
 
 def deltas_of_divergences(divergences: np.ndarray) -> np.ndarray:
@@ -130,33 +137,43 @@ def poisson_divergences(rate: float, multiplier: float) -> np.ndarray:
 
 
 def by_losses(card: Card, steps: Counter[Step]) -> tuple[float, np.ndarray]:
-    """Epsilon, and deltas at `EPSILONS`, by privacy losses, or without sampling if that is less."""
-    exchange = 2 if card.mechanism.neighbours == "replace-one" else 1
-    # Without their sampling, the same steps cost no less.
-    signal = exchange * math.sqrt(signal_squared(steps))
+    """Epsilon, and deltas at `EPSILONS`, by the distribution of the privacy loss.
+
+    Each is at most that of the same steps without sampling, which has a closed form.
+    """
+    # One example more or fewer moves a sum by its clipping bound, and a replacement by two.
+    bounds_moved = 2 if card.mechanism.neighbours == "replace-one" else 1
+    signal = bounds_moved * math.sqrt(signal_squared(steps))
     epsilon = of_gaussian(signal, card.delta)
     deltas = deltas_of_gaussian(signal)
     sampled = [step for step in steps if step.is_sampled]
     if any(step.epoch for step in sampled):
-        # The law of an epoch is that of one example more or fewer, without subsets.
-        if exchange == 1 and not any(step.subset for step in sampled):
+        # `law_of` is proved for one example more or fewer, and not for subsets.
+        if bounds_moved == 1 and not any(step.subset for step in sampled):
             law = law_of(steps)
             epsilon = min(epsilon, epsilon_of(law, card.delta))
             deltas_of_law = [delta_of(law, value) for value in EPSILONS]
             deltas = np.minimum(deltas, deltas_of_law)
     elif sampled:
-        with contextlib.suppress(dp.UnsupportedEventError):  # subsets
-            by_grid, deltas_by_grid = on_grid(card, steps, exchange)
+        # dp-accounting refuses subsets here: the bounds without sampling stay.
+        with contextlib.suppress(dp.UnsupportedEventError):
+            by_grid, deltas_by_grid = on_grid(card, steps, bounds_moved)
             epsilon = min(epsilon, by_grid)
             deltas = np.minimum(deltas, deltas_by_grid)
     return epsilon, deltas
 
 
-def on_grid(card: Card, steps: Counter[Step], exchange: int) -> tuple[float, np.ndarray]:
-    """As `by_losses`, by dp-accounting, which rounds losses to a grid; infinite if none fits."""
-    interval = grid(steps, exchange)
+def on_grid(card: Card, steps: Counter[Step], bounds_moved: int) -> tuple[float, np.ndarray]:
+    """Epsilon, and deltas at `EPSILONS`, by dp-accounting, which rounds losses to a grid.
+
+    Epsilon is infinite if no grid fits into memory, or if delta is below the error of floating
+    point. ``bounds_moved`` is as for `grid`.
+    """
+    interval = grid(steps, bounds_moved)
     if interval is None:
         return math.inf, np.ones_like(EPSILONS)
+    # This accountant takes multipliers relative to one bound, and itself doubles the moves of a
+    # replacement.
     accountant = dp.pld.PLDAccountant(RELATION[card.mechanism.neighbours], interval)
     unsampled = Counter({step: n for step, n in steps.items() if not step.is_sampled})
     squared = signal_squared(unsampled)
@@ -165,8 +182,10 @@ def on_grid(card: Card, steps: Counter[Step], exchange: int) -> tuple[float, np.
     for step, count in steps.items():
         if step.is_sampled:
             accountant.compose(event_of(step), count)
+    # Floating point can make each delta too small by this error. (The type is Any, because
+    # dp-accounting annotates one epsilon and one delta, and takes arrays.)
     error: Any = rounding_error(steps)
-    epsilons: Any = EPSILONS  # the library annotates one epsilon, and takes several
+    epsilons: Any = EPSILONS
     deltas = accountant.get_delta(epsilons) + error
     if card.delta <= error:
         return math.inf, deltas
@@ -225,31 +244,35 @@ def rounding_error(steps: Counter[Step]) -> float:
     return 2.0**-52 * operations
 
 
-def grid(steps: Counter[Step], exchange: int) -> float | None:
-    """The distance between losses; None if they take too much memory.
+def grid(steps: Counter[Step], bounds_moved: int) -> float | None:
+    """The distance between the points of a grid of losses; None if they take too much memory.
 
-    ``exchange`` is 2 where a replacement moves a sum by two bounds, and otherwise 1.
+    ``bounds_moved`` is the number of clipping bounds by which the data of one example move a sum:
+    2 for a replacement, and otherwise 1.
     """
     sampled = [(step.rate, step.multiplier, n) for step, n in steps.items() if step.is_sampled]
 
     def variance(moved: int) -> float:
-        """About the variance of all losses together, if an example moves a sum by ``moved``."""
+        """About the variance of the loss of all steps, if an example moves sums by ``moved``."""
         # The exponential overflows above 700.
         return math.fsum(n * q**2 * math.expm1(min((moved / z) ** 2, 700)) for q, z, n in sampled)
 
-    # Without sampling a loss is Gaussian, of mean mu^2 / 2 and deviation mu; ten of these count.
-    largest = max(exchange / z for _, z, _ in sampled)
-    span_of_a_step = largest**2 / 2 + 10 * largest
-    if 2 * span_of_a_step > _FINE * POINTS:
+    # Without sampling the loss of a step is Gaussian, with mean mu^2 / 2 and deviation mu, where mu
+    # is moved / z. Ten deviations count, on both sides of 0.
+    largest_mu = max(bounds_moved / z for _, z, _ in sampled)
+    reach_of_a_step = largest_mu**2 / 2 + 10 * largest_mu
+    if 2 * reach_of_a_step > _FINE * POINTS:
         return None
-    total = variance(exchange)
-    span = 2 * max(total / 2 + 6 * math.sqrt(total), span_of_a_step)
+    # The loss of all steps is close to a Gaussian, of mean half its variance; six deviations count.
+    total = variance(bounds_moved)
+    reach = max(total / 2 + 6 * math.sqrt(total), reach_of_a_step)
     step_count = sum(n for _, _, n in sampled)
-    # Rounding costs little if a step's deviation has five points, here for moves by one bound,
-    # which deviate least. The other two terms bound time and rounding errors. A grid of an eighth
-    # of this distance, as dpjax has, makes epsilon 0.2 % smaller and takes 1.6 times as long.
+    # Rounding costs little if the deviation of one step's loss has five points. It is least for
+    # moves by one bound, so these decide. The second distance limits the number of points, and
+    # so the time; the third limits rounding errors. A grid of an eighth of this distance, as dpjax
+    # has, makes epsilon 0.2 % smaller and takes 1.6 times as long.
     deviation = math.sqrt(variance(1) / step_count)
-    distance = max(deviation / 5, span / 500_000, _FINE / 1024)
+    distance = max(deviation / 5, 2 * reach / 500_000, _FINE / 1024)
     if len(sampled) <= 8:
         # A fine grid takes no time for few distinct steps.
         distance = min(distance, _FINE)

@@ -82,18 +82,24 @@ def sensitivity(noise: Strategy, sampling: Sampling) -> float:
 
 
 def largest(noise: Strategy, most: int, apart: int) -> float:
-    """The largest sum of |X| over ``most`` steps, any or every ``apart``-th, or a bound on it."""
+    r"""The largest $\sum_{i, j \in P} |X_{ij}|$ over the patterns P, or a bound on it.
+
+    A pattern is the steps that one example is in, at most ``most``: any steps if ``apart`` is 1,
+    and otherwise every ``apart``-th step from one of the first.
+    """
     norms = column_norms(noise)
-    if bands(noise) <= apart:  # the columns of a pattern do not overlap
+    if bands(noise) <= apart:  # no two columns of a pattern share a row: X is diagonal on it
         return chosen(norms**2, most, apart)
-    # An entry of X is at most the product of the norms of its two columns.
+    # An entry of X is at most the product of the norms of its two columns, so the sum is at most
+    # the square of the sum of the norms.
     bound = chosen(norms, most, apart) ** 2
     if isinstance(noise, Tree):
         bound = min(bound, by_nodes(noise, most, apart))
         if noise.steps > LARGEST:
             return bound
     elif not is_normalized(noise):
-        # A larger column that falls bounds the sum. It is exact for a column that falls itself.
+        # Where the first column of a Toeplitz C falls, the pattern 0, apart, 2 apart, ... has the
+        # largest sum. For other columns, the least falling column above |column| bounds the sum.
         column = np.abs(first_column(noise))
         falling = np.maximum.accumulate(column[::-1])[::-1]
         bound = min(bound, of_first_pattern(falling, most, apart))
@@ -167,16 +173,18 @@ def column_norms(noise: Strategy) -> np.ndarray:
 
 
 def matrix(noise: Strategy) -> np.ndarray:
-    """The matrix C, ``[steps, steps]``."""
+    """The lower triangular matrix C, ``[steps, steps]``."""
     steps = noise.steps
     if isinstance(noise, Tree):
-        # X counts the nodes above both of two steps.
+        # X_ij = (C^T C)_ij is the number of nodes that have both steps, i and j, below them.
         x = np.zeros((steps, steps))
         for level in range(levels(noise)):
             nodes = np.arange(steps) >> level
             x += np.equal.outer(nodes, nodes)
-        # X is C^T C with a lower triangular C, so C^T is a Cholesky factor from the last step.
-        return np.linalg.cholesky(x[::-1, ::-1])[::-1, ::-1].T
+        # Cholesky factors a matrix as L L^T with a lower triangular L. C^T is upper triangular, and
+        # lower triangular with both axes reversed, so it is the L of the reversed X.
+        reversed_l = np.linalg.cholesky(x[::-1, ::-1])
+        return reversed_l[::-1, ::-1].T
     column = first_column(noise)
     c = np.zeros((steps, steps))
     for step in range(steps):
@@ -187,7 +195,12 @@ def matrix(noise: Strategy) -> np.ndarray:
 
 
 def first_column(noise: Strategy) -> np.ndarray:
-    """The first column of a Toeplitz C, ``[steps]``."""
+    r"""The first column $c$ of a Toeplitz C, ``[steps]``.
+
+    With scales $s_i$ and decays $d_i$, buffered noise has $c_0 = 1$ and
+    $c_k = \sum_i s_i d_i^{k - 1}$. If the first column $v$ of $C^{-1}$ is given, $v_0 c_0 = 1$ and
+    $\sum_{i=0}^k v_i c_{k - i} = 0$ for each later k.
+    """
     steps = noise.steps
     if isinstance(noise, Buffered):
         powers = np.array(noise.decays)[:, None] ** np.arange(steps - 1)  # [decays, steps - 1]
@@ -198,47 +211,52 @@ def first_column(noise: Strategy) -> np.ndarray:
         raise Unreadable("noise is correlated by a matrix without an inverse: its diagonal has 0.")
     if isinstance(noise, Toeplitz):
         return np.pad(values, (0, steps - len(values)))
-    # The values are the first column of C^-1. Long division of power series inverts it.
+    # The values are v, without the zeros that end it.
     column = np.zeros(steps)
     column[0] = 1 / values[0]
     for k in range(1, steps):
-        others = values[1 : k + 1]
-        before = column[k - len(others) : k][::-1]
-        column[k] = -(others @ before) / values[0]
+        later_values = values[1 : k + 1]
+        earlier = column[k - len(later_values) : k][::-1]  # c_{k-1}, c_{k-2}, ...
+        column[k] = -(later_values @ earlier) / values[0]
     return column
 
 
 def change_by_bins(run: Run, orders: np.ndarray) -> np.ndarray:
-    r"""The change of a Gaussian's divergence because an example hides among random bins.
+    r"""How much the divergences of a run change because each example is in an unknown bin.
 
-    At most 0. An example in bin b moves row t of $C G$ by at most $M_{tb}$, the sum of $|C_{ts}|$
-    over the steps s of the bin. With $K = M^T M$ over the variance of the noise, and a bin $b$ of
-    random bits, both directions of neighbours cost at most (Hölder; Jensen)
+    The answer, ``[orders]``, is at most 0. The run was counted as one Gaussian with multiplier z,
+    whose divergence at order $\alpha$ is $\alpha / (2 z^2)$, as if an attacker knew the bin.
+
+    Bin b of n is the steps b, b + n, b + 2 n, ... An example in it moves row t of $C G$ by at most
+    $M_{tb}$, the sum of $|C_{ts}|$ over these steps s. Let $K = M^T M / \sigma^2$, with noise of
+    standard deviation $\sigma$, and let $E_b$ be the mean over a random bin b. The divergence of a
+    run with the example from one without it, and the reverse one, are at most (Hölder; Jensen)
 
     $$ \frac1{\alpha - 1} \log \prod_{j=1}^{\alpha - 1} \max_a E_b\, e^{j K_{ab}}, \qquad
        \frac12 \Bigl( \max_{ab} K_{ab} + (\alpha - 1) \max_a E_b K_{ab} \Bigr) $$
 
-    the first for whole orders, and between two of them by a line through the logarithms.
+    The first is for whole orders. Its logarithm is convex, so a line bounds it between two of them.
     """
     noise: Any = run.noise
     bins = run.sampling.cycle
-    multiplier = min(run.multiplier_and_steps)[0]
-    no_change = 0 * orders
+    multiplier = min(run.multiplier_and_steps)[0]  # `require_hidden` refuses several
+    no_change = np.zeros_like(orders)
     if run.sampling.place != "random" or noise.steps > LARGEST or multiplier <= 0:
         return no_change
     entries = np.abs(matrix(noise))
     moves = np.array([entries[:, first::bins].sum(axis=1) for first in range(bins)])  # M^T
     gram = moves @ moves.T / noise.sensitivity**2  # K for multiplier 1, [bins, bins]
-    # The sorted entries of each row of K are at most these: [bins], in ascending order.
+    # The sorted entries of each row of K are at most these: [bins], in ascending order. So for any
+    # a, the mean over b of a growing function of K_ab is at most its mean over these.
     row_bound = np.sort(gram, axis=1).max(axis=0)
     if np.mean(row_bound) > _MOST_SHARED:
         return no_change
     row_bound = row_bound / multiplier**2
     # A bin of 32 random bits, modulo the number of bins, is a little likelier than 1 / bins.
     bin_probability = (1 + bins / 2**32) / bins
-    log_products = [0.0]  # of whole orders, from 1
+    log_products = [0.0]  # the logarithms of the product at whole orders, from 1, where it is empty
     for j in range(1, math.ceil(max(orders))):
-        top = j * row_bound[-1]
+        top = j * row_bound[-1]  # the exponential of this can overflow, so it is taken out
         log_mean = top + math.log(bin_probability * np.exp(j * row_bound - top).sum())
         log_products.append(log_products[-1] + log_mean)
     whole_orders = 1 + np.arange(len(log_products))

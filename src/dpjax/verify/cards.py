@@ -83,19 +83,20 @@ def cards_in(path: pathlib.Path) -> list[pathlib.Path]:
 def verified(path: pathlib.Path, name: str, files: Sequence[str] = ()) -> int:
     """Prints a verdict for each claim of a card, and returns its exit status.
 
-    ``files`` are the paths in ``--params``.
+    ``name`` is the path in errors, and ``files`` are the paths in ``--params``.
     """
     logger = logging.get_absl_logger()
-    before = logger.level
-    logger.setLevel("CRITICAL")  # the library reports orders that do not converge
+    level_before = logger.level
+    logger.setLevel("CRITICAL")  # dp-accounting warns of Rényi orders whose series do not converge
     try:
         card = load(path)
+        # Pairs: whether a part of the card supports a release, and a line to print.
         verdicts = [*findings(card), *parameters(card, path, files)]
     except Unreadable as reason:
         print(f"{name}: {reason}", file=sys.stderr)
         return 1
     finally:
-        logger.setLevel(before)
+        logger.setLevel(level_before)
     for _, line in verdicts:
         print(line)
     if not path.with_name("run.json").exists():
@@ -172,18 +173,22 @@ def parameters(
 
 
 def claims(card: Card) -> Iterator[tuple[bool, str]]:
-    """Yields a verdict for each claimed epsilon."""
+    """Yields pairs for each claim of the card: whether it holds, and the verdict in words.
+
+    The claims are the epsilons first, and then the limits of attacks.
+    """
     claimed = {name: claim.value for name, claim in card.epsilon.items()}
     bounds = {name: value for name, value in claimed.items() if name in BOUNDS}
     if not bounds:
         yield False, f"promises nothing: the card claims no epsilon by {' or '.join(BOUNDS)}"
         return
-    exact, deltas = recomputed(card, bounds)
+    recomputed_epsilons, deltas = recomputed(card, bounds)
     # A proof by any accountant holds for every claim, so claims are compared with the smallest.
-    smallest, best = min((value, name) for name, value in exact.items())
+    smallest, best = min((value, name) for name, value in recomputed_epsilons.items())
     # The headline of a statement is the smallest bound, so it comes first.
     for name, value in sorted(bounds.items(), key=operator.itemgetter(1)):
-        by_method = exact.get(name, math.inf)
+        # A method without a recomputed epsilon gives no upper limit of its claim.
+        by_method = recomputed_epsilons.get(name, math.inf)
         verdict = verdict_of(value, smallest, by_method, card.delta)
         yield (
             verdict == "holds",
@@ -255,17 +260,18 @@ def no_less(card: Card, deltas: np.ndarray) -> bool:
 def recomputed(card: Card, bounds: dict[str, float]) -> tuple[dict[str, float], np.ndarray]:
     """Epsilon by each method that is needed to confirm these bounds, and deltas at `EPSILONS`."""
     steps = steps_of(card)
-    if steps is None:
+    if steps is None:  # no noise hides some example
         return dict.fromkeys(BOUNDS, math.inf), np.ones_like(EPSILONS)
-    exact, deltas = by_rdp(card, steps)
-    by_divergences = exact.get("rdp", math.inf)
+    epsilons, deltas = by_rdp(card, steps)
+    by_divergences = epsilons.get("rdp", math.inf)
     epsilons_hold = min(bounds.values()) >= by_divergences * (1 - TOLERANCE)
     # Loss distributions take seconds. They can confirm a claim that Rényi divergences cannot.
     if "pld" in bounds or not epsilons_hold or not no_less(card, deltas):
         epsilon, deltas_by_losses = by_losses(card, steps)
-        exact["pld"] = min(epsilon, by_divergences)
+        # The smaller of two upper bounds is an upper bound too.
+        epsilons["pld"] = min(epsilon, by_divergences)
         deltas = np.minimum(deltas, deltas_by_losses)
-    return exact, deltas
+    return epsilons, deltas
 
 
 def obstacles(card: Card) -> Iterator[tuple[bool, str]]:

@@ -79,10 +79,10 @@ def paired(join: Join, left: Law, right: Law) -> Law:
 
 
 def merged(points: np.ndarray, masses: np.ndarray) -> Law:
-    """Merges points to at most `POINTS`, dense where a law has much of its mass."""
+    """Merges the points of a law to at most `POINTS`, more of them where it has much mass."""
     if points.size <= POINTS:
         return points, masses
-    # First sort the points into cells of equal width in their logarithm.
+    # First sort the points into `CELLS` cells, of equal width in their logarithm.
     logs = np.log(points)
     logs -= logs.min()
     cells = (logs * ((CELLS - 1) / logs.max())).astype(int)
@@ -99,9 +99,9 @@ def merged(points: np.ndarray, masses: np.ndarray) -> Law:
     shares = np.cumsum(roots * widths ** (5 / 6))
     merged_cells = ((POINTS - 1) * shares / shares[-1]).astype(int)
     masses, sums = binned(merged_cells, masses, sums)
-    occupied = masses > 0
+    has_mass = masses > 0
     # The mean of a merged cell is its point.
-    return sums[occupied] / masses[occupied], masses[occupied]
+    return sums[has_mass] / masses[has_mass], masses[has_mass]
 
 
 def binned(cells: np.ndarray, masses: np.ndarray, sums: np.ndarray) -> Law:

@@ -188,11 +188,13 @@ def refused(where: str, value: Any, expected: str) -> Unreadable:
 
 
 def read(hint: Any, value: Any, where: str) -> Any:
-    """The value of a field of JSON as its type hint has it; ``where`` names the field in errors.
+    """Checks a value from JSON and converts it to the type of its hint; recursive.
 
-    A JSON object is a dataclass with exactly its fields, and a list a list or a tuple. Fields of
-    the type ``Any`` are not checked.
+    An object becomes a dataclass with exactly these fields, or a dictionary, and a list becomes a
+    list or a tuple. Values of the hint ``Any`` are not checked. ``where`` names the field in an
+    error.
     """
+    # The hint list[int] has the origin list and the arguments (int,).
     origin = get_origin(hint)
     arguments = get_args(hint)
     if hint is Strategy:  # the fields depend on the kind
@@ -207,12 +209,12 @@ def read(hint: Any, value: Any, where: str) -> Any:
         return number(kind, limits, value, where)
     if origin is Literal:
         return one_of(arguments, value, where)
-    if origin in (Union, UnionType):
+    if origin in (Union, UnionType):  # all unions here are with None
         return None if value is None else read(arguments[0], value, where)
     if origin is list:
         if not isinstance(value, list):
             raise refused(where, value, "a list")
-        return entries(arguments * len(value), value, where)
+        return entries(arguments * len(value), value, where)  # all entries have one hint
     if origin is tuple:
         if not isinstance(value, list) or len(value) != len(arguments):
             raise refused(where, value, f"{len(arguments)} values")
@@ -225,7 +227,7 @@ def read(hint: Any, value: Any, where: str) -> Any:
             read(name_hint, name, where): read(value_hint, entry, f"{where}.{name}")
             for name, entry in value.items()
         }
-    return value
+    return value  # a string, or of the hint Any
 
 
 def entries(hints: Sequence[Any], values: list[Any], where: str) -> list[Any]:
@@ -281,6 +283,7 @@ def card_of(value: dict[str, Any]) -> Card:
     version = value.get("format")
     if version is None and isinstance(mechanism, dict):
         version = mechanism.get("format")  # a card of format 4 has no other one
+    # A value without any format is not a card: `read` raises, and names the missing fields.
     if version not in (None, 4, FORMAT):
         raise Unreadable(
             f"the card is of format {version!r}; expected 4 or {FORMAT}. Use the dpjax that wrote "
@@ -291,6 +294,7 @@ def card_of(value: dict[str, Any]) -> Card:
     card = read(Card, value, "the card")
     for name, claim in card.epsilon.items():
         proven = name in BOUNDS
+        # A card must call exactly these methods proven.
         one_of((proven,), claim.proven, f"the card.epsilon.{name}.proven")
     planned = sum(steps for _, steps in card.mechanism.multiplier_and_steps)
     if card.steps > planned:
@@ -299,11 +303,11 @@ def card_of(value: dict[str, Any]) -> Card:
     for run in runs:
         if not run.unit.isidentifier():  # the verdicts print it
             raise refused("the card.mechanism.unit", run.unit, "one word")
-    # All batches are proved for the last of their relations and for later ones.
-    proved = max(NEIGHBOURS.index(run.sampling.neighbours) for run in runs)
-    if NEIGHBOURS.index(card.mechanism.neighbours) < proved:
+    # The batches of all runs are proved for the last of their relations, and for later ones.
+    last = max(NEIGHBOURS.index(run.sampling.neighbours) for run in runs)
+    if NEIGHBOURS.index(card.mechanism.neighbours) < last:
         raise Unreadable(
             f"the card is for {card.mechanism.neighbours}; its batches are proved for "
-            f"{NEIGHBOURS[proved]} alone."
+            f"{NEIGHBOURS[last]} alone."
         )
     return card

@@ -39,17 +39,20 @@ class Step(NamedTuple):
 
 
 def steps_of(card: Card) -> Counter[Step] | None:
-    """The sums that the runs of a card released, at its levels; None if one had no noise."""
+    """The noisy sums that the runs of a card released, rounded as in `at_levels`.
+
+    None if no noise hides an example, in a sum or in the choice of a batch.
+    """
     before = card.mechanism.before
     runs = (*before, card.mechanism)
     bounds = read(list[Number], card.mechanism.clipping.get("bounds"), "clipping.bounds")
-    if card.steps and math.inf in bounds:
+    if card.steps and math.inf in bounds:  # one example can move a sum by any amount
         return None
-    if any(run.sampling.event == "none" for run in runs):
+    if any(run.sampling.event == "none" for run in runs):  # the choice of batches is a release
         return None
     # A step or a query without noise releases the sum itself.
     ran = first_steps(card)
-    used = np.concatenate([ran, *map(planned, before)])[:, 0]
+    used = np.concatenate([ran, *map(planned, before)])[:, 0]  # multipliers
     queries = [multiplier for run in runs for multiplier in run.preparation]
     if 0 in used or 0 in queries:
         return None
@@ -58,6 +61,7 @@ def steps_of(card: Card) -> Counter[Step] | None:
         earlier += steps_of_run(run, planned(run))
     steps = earlier + steps_of_run(card.mechanism, ran)
     all_planned = earlier + steps_of_run(card.mechanism, planned(card.mechanism))
+    # A query is on all the data, so it has the rate 1.
     noisy = Counter(map(Step, queries)) + at_levels(card, steps, all_planned)
     # A sum with infinite noise or at rate 0 releases nothing.
     return Counter({step: count for step, count in noisy.items() if step.releases})
@@ -83,7 +87,8 @@ def steps_of_run(run: Run, pairs: np.ndarray) -> Counter[Step]:
     if run.projections is not None:
         raise Unreadable("norms were estimated by random projections: nothing is recomputed.")
     if run.noise is not None and not is_amplified(run.noise, sampling):
-        # Correlated noise hides all steps of an example together, as one sum.
+        # Correlated noise hides all steps of an example together, as one sum. Its multiplier is the
+        # first one, because `require_hidden` refuses several. Without steps there is no sum.
         return Counter(map(Step, multipliers[:1].tolist()))
     if sampling.event == "allocation":
         return epochs(np.repeat(multipliers, counts.astype(int)), sampling.cycle)
@@ -92,13 +97,13 @@ def steps_of_run(run: Run, pairs: np.ndarray) -> Counter[Step]:
         # in one batch of a cycle, at an unknown place: the least noise is counted.
         multipliers = np.repeat(multipliers, counts.astype(int))
         starts = np.arange(0, len(multipliers), sampling.cycle)
-        if len(starts):
+        if len(starts):  # a run without steps has no cycles
             multipliers = np.minimum.reduceat(multipliers, starts)
         counts = np.ones(len(multipliers))
     # The card's rates are pairs, of a rate and the number of steps that have it.
     rates, lengths = np.array(sampling.rates).T
-    rows = np.searchsorted(np.cumsum(lengths), np.arange(len(multipliers)), side="right")
-    rates = rates[np.minimum(rows, len(rates) - 1)]  # later steps have the last rate
+    rate_indices = np.searchsorted(np.cumsum(lengths), np.arange(len(multipliers)), side="right")
+    rates = rates[np.minimum(rate_indices, len(rates) - 1)]  # later steps have the last rate
     subset = None
     if sampling.event == "subset":
         subset = sampling.examples, int(sampling.batch_size)
@@ -109,22 +114,32 @@ def steps_of_run(run: Run, pairs: np.ndarray) -> Counter[Step]:
 
 
 def epochs(multipliers: np.ndarray, bins: int) -> Counter[Step]:
-    """Epochs in which an example is in one of their steps, drawn at random."""
+    """Epochs of random allocation: ``bins`` steps, and an example is in one of them at random.
+
+    ``multipliers`` has one for every step, in order.
+    """
     steps: Counter[Step] = Counter()
     for start in range(0, len(multipliers), bins):
         of_epoch = multipliers[start : start + bins]
+        # A step with infinite noise releases nothing.
         finite = np.sort(of_epoch[of_epoch < math.inf]).tolist()
-        if len(set(finite)) > DISTINCT:  # each sixteenth counts with its least noise
+        if len(set(finite)) > DISTINCT:
+            # Each sixteenth of the sorted multipliers counts with its least one.
             share = math.ceil(len(finite) / DISTINCT)
             finite = [finite[place - place % share] for place in range(len(finite))]
         if finite:
             counts = tuple(sorted(Counter(finite).items()))
+            # Without its sampling an epoch costs no more than one step with its least noise.
             steps[Step(finite[0], bins=bins, epoch=counts)] += 1
     return steps
 
 
 def at_levels(card: Card, steps: Counter[Step], plan: Counter[Step]) -> Counter[Step]:
-    """The steps at the levels of the card: multipliers down and rates up, so they cost no less."""
+    """Rounds sampled steps to the levels of the card, multipliers down and rates up.
+
+    So they cost no less. dpjax does it where a ``plan`` has more different steps than an accountant
+    can take; the levels follow from the whole plan, also if fewer ``steps`` ran.
+    """
     sampled = [step for step in plan if is_rounded(step)]
     if card.levels is None and len(sampled) > MOST_LEVELS:
         raise Unreadable(f"the card plans over {MOST_LEVELS} different steps and names no levels.")
@@ -133,6 +148,7 @@ def at_levels(card: Card, steps: Counter[Step], plan: Counter[Step]) -> Counter[
     count = card.levels.levels
     planned_rates = {step.rate for step in sampled}
     planned_multipliers = {step.multiplier for step in sampled}
+    # Without sampled steps both grids are empty, and no step reads them.
     rates = grid(planned_rates, min(planned_rates, default=1.0), count)
     multipliers = grid(planned_multipliers, card.levels.smallest, count)
     rounded: Counter[Step] = Counter()
