@@ -125,7 +125,7 @@ def loss(event: RandomAllocationDpEvent, grid: float, tail: float) -> PrivacyLos
     # A usual factor, with g about 0, moves by this if g moves by one.
     deviation = min(math.exp(-1 / (2 * z**2)) / z for z, _ in groups)
     fine_step = deviation / _FINE
-    laws_if_it_leaves = _laws(groups, bins, tail, tail, fine_step)
+    laws_if_it_leaves = _laws(groups, bins, tail=tail, above=tail, step=fine_step)
     laws_if_it_joins = laws_if_it_leaves
     # Little noise: up to the largest factors `_POINTS` fine steps do not suffice, so the lattice
     # has a coarser step, too coarse for the small ratios that the loss under Q needs. This loss
@@ -135,7 +135,7 @@ def loss(event: RandomAllocationDpEvent, grid: float, tail: float) -> PrivacyLos
         least, _ = groups[0]
         largest_factor = fine_step * _POINTS / 2  # half of the points, as the sum goes beyond it
         above = _mass_above(least, largest_factor)
-        laws_if_it_joins = _laws(groups, bins, tail, above, fine_step)
+        laws_if_it_joins = _laws(groups, bins, tail=tail, above=above, step=fine_step)
     return PrivacyLossDistribution(
         _loss_if_it_leaves(laws_if_it_leaves, bins, grid, tail),
         _loss_if_it_joins(laws_if_it_joins, bins, grid, tail),

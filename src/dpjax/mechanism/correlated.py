@@ -103,7 +103,7 @@ def correlated_event(strategy: Strategy, sampler: Sampler, multipliers: np.ndarr
         # only if there are several bands and the run has several cycles.
         if strategy.bands == 1 or len(multipliers) <= sampler.facts["cycle"]:
             return event
-        # The mark tells `accounting.for_groups` that they may.
+        # The mark tells `accounting.for_groups` that the examples of a user may overlap in rows.
         return correlated_samples(event)
     if not len(multipliers):
         return dp.NoOpDpEvent()

@@ -106,7 +106,7 @@ def other_sizes(examples: int, epsilon: float, delta: float, most: float = math.
     """Sizes for a half to eight times the time of the planned one, which is among them.
 
     Time is the number of examples that all steps compute. More of it makes batches larger, up to
-    all examples.
+    all examples. The arguments are as for `size_for`.
     """
     mu = gaussian_parameter(epsilon, delta)
     planned = size_for(examples, epsilon, delta, most)
