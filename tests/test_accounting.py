@@ -264,7 +264,7 @@ def test_our_divergences_are_those_of_the_library(name):
 
 
 @pytest.mark.sample(8)
-@kills("accounting/_rdp_accountant.py", "4 if swap else 1", "1 if swap else 1")
+@kills("accounting/_rdp_accountant.py", "4 if replaces else 1", "1 if replaces else 1")
 @pytest.mark.parametrize(
     ("event", "method", "neighbours", "expected"),
     [
@@ -785,9 +785,7 @@ def test_attacks_on_a_sampled_gaussian_are_those_of_neyman_and_pearson():
     np.testing.assert_allclose(found, best, rtol=2e-3)
 
 
-@kills(
-    "accounting/_calibration.py", "make_event(value), wrong, by,", "make_event(value), most, by,"
-)
+@kills("accounting/_calibration.py", "value), false_positive_rate, by,", "value), target, by,")
 @pytest.mark.parametrize(("most", "less"), [(0.05, 1.65), (0.1, 1.84)])
 def test_noise_for_a_risk_is_that_of_the_curve_and_less_than_by_way_of_epsilon(most, less):
     """Of a Gaussian at 1 % false positives, and of epsilon = ln(most / 0.01) at delta 1e-5."""

@@ -211,7 +211,10 @@ def test_the_published_run_with_fewer_projections(projections, want):
 
 
 @kills(
-    "accounting/_random_projections.py", " or (q == 1 and _beyond(z, r) >= _RARE):", ":", case="1"
+    "accounting/_random_projections.py",
+    " or (q == 1 and _chance_unprotected(z, r) >= _RARE):",
+    ":",
+    case="1",
 )
 @pytest.mark.parametrize("projections", [1, 2, 3])
 def test_without_sampling_few_projections_prove_nothing(projections):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accounting backwards: the least noise, or the most steps, that a budget allows.
 
-Both return the end of the bracket that *keeps* the promise. They evaluate it by the same call as a
-report. They take only proven methods, because noise chosen by an estimate promises too much.
+Every search returns a number that it tried and that *keeps* the budget. It computes the cost by the
+same call as a report. Only proven methods are allowed, because noise chosen by an estimate promises
+too much.
 """
 
 import bisect
@@ -61,14 +62,15 @@ def calibrate(
     def spent(value: float, by: str = method) -> float:
         return epsilon_of(make_event(value), delta, by, neighbours)
 
-    # The central limit takes milliseconds and gives a good first guess. A PLD takes seconds.
+    # A PLD takes seconds. The central limit takes milliseconds, and from its answer the secant
+    # method needs only a few PLDs. Bisection is for events where this fails.
     if method == "pld":
         with contextlib.suppress(ValueError):  # the central limit does not know every event
-            guess = least(lambda value: spent(value, "gdp"), epsilon, 1e-2)
-            value = from_near(spent, epsilon, guess)
+            guess = by_bisection(lambda value: spent(value, "gdp"), epsilon, tight=1e-2)
+            value = by_secants(spent, epsilon, guess)
             if value is not None:
                 return value
-    return least(spent, epsilon, _TIGHTNESS[method])
+    return by_bisection(spent, epsilon, _TIGHTNESS[method])
 
 
 def calibrate_risk(
@@ -77,16 +79,16 @@ def calibrate_risk(
     false_positive_rate: float,
     neighbours: str = "add-or-remove",
 ) -> float:
-    r"""The smallest parameter at which no membership attack has more true positives, by PLD.
+    r"""The smallest parameter that limits the true positives of every membership attack, by PLD.
 
-    One epsilon bounds all rates of false positives, so noise chosen by way of it is larger than a
-    limit at one rate needs: for a Gaussian and 5 % at 1 %, epsilon $= \ln 5$ at delta 1e-5 needs
-    1.65 times the noise.
+    An epsilon limits them at all rates of false positives, so noise chosen by way of it is larger
+    than a limit at one rate needs: for a Gaussian, and 5 % true positives at 1 % false ones,
+    epsilon $= \ln 5$ at delta 1e-5 needs 1.65 times the noise.
 
     Args:
       make_event: As for `calibrate`.
       true_positive_rate: The most true positives that any attack may have, as a share.
-      false_positive_rate: The share of false positives at which they are counted, and below them.
+      false_positive_rate: The most false positives of these attacks, as a share.
       neighbours: As for `accounting.epsilon`.
 
     Returns:
@@ -103,24 +105,31 @@ def calibrate_risk(
       Differential Privacy", 2024.
     """
     call = "accounting.calibrate_risk"
-    wrong = checks.fraction(call, "false_positive_rate", false_positive_rate)
-    most = checks.fraction(call, "true_positive_rate", true_positive_rate)
+    false_positive_rate = checks.fraction(call, "false_positive_rate", false_positive_rate)
+    target = checks.fraction(call, "true_positive_rate", true_positive_rate)
 
     @functools.cache
-    def reached(value: float, by: str = "pld") -> float:
-        """The true positives at a parameter, by an accounting method."""
-        return rate_of(make_event(value), wrong, by, neighbours)
+    def rate_at(value: float, by: str = "pld") -> float:
+        """The largest share of true positives at a parameter, by an accounting method."""
+        return rate_of(make_event(value), false_positive_rate, by, neighbours)
 
     def distance(rate: float) -> float:
-        """The distance of two Gaussian means with this rate: nearly a power of the parameter."""
-        return float(ndtri(rate) - ndtri(wrong))
+        """The distance of two means of unit Gaussians at which an attack has this rate.
 
+        It is nearly a power of the parameter, as `by_secants` needs; the rate is not.
+        """
+        return float(ndtri(rate) - ndtri(false_positive_rate))
+
+    # As in `calibrate`: a guess by the central limit, secants from it, and bisection if they fail.
     with contextlib.suppress(ValueError):  # the central limit does not know every event
-        guess = least(lambda value: reached(value, "gdp"), most, 1e-2, "true_positive_rate")
-        value = from_near(lambda value: distance(reached(value)), distance(most), guess)
-        if value is not None and reached(value) <= most:
+        guess = by_bisection(
+            lambda value: rate_at(value, "gdp"), target, tight=1e-2, name="true_positive_rate"
+        )
+        value = by_secants(lambda value: distance(rate_at(value)), distance(target), guess)
+        # The rate may be above its target by rounding, although the distance is not.
+        if value is not None and rate_at(value) <= target:
             return value
-    return least(reached, most, _TIGHTNESS["pld"], "true_positive_rate")
+    return by_bisection(rate_at, target, _TIGHTNESS["pld"], name="true_positive_rate")
 
 
 def largest_steps(
@@ -163,10 +172,13 @@ def largest_steps(
     return steps[place]
 
 
-def least(
+def by_bisection(
     spent: Callable[[float], float], target: float, tight: float, name: str = "epsilon"
 ) -> float:
-    """The smallest parameter that keeps the target, by bisection of its logarithm."""
+    """The smallest parameter with ``spent(parameter) <= target``, within a factor ``1 + tight``.
+
+    The search bisects the logarithm of the parameter. Errors call the target ``name``.
+    """
     low, high = _bracket(spent, target, name)
     while high > low * (1 + tight):
         middle = math.sqrt(low * high)
@@ -177,38 +189,39 @@ def least(
     return high
 
 
-def from_near(
+def by_secants(
     spent: Callable[[float], float], target: float, value: float, tight: float = _TIGHTNESS["pld"]
 ) -> float | None:
-    """A parameter with an epsilon just below the target, by the secant method from ``value``.
+    """A parameter at which ``spent`` is just below the target, by the secant method from ``value``.
 
-    The answer is None if the method does not converge.
+    It spends from ``1 - tight`` to 1 times the target. The answer is None if the method does not
+    converge.
     """
-    # The secants are in logarithms, because epsilon is nearly a power of the parameter. The power
-    # is about -3/2 for sampled steps.
+    # The secants are of log(spent) against log(parameter), because the cost is nearly a power of
+    # the parameter. The first slope is the power for sampled steps.
     slope = -1.5
-    log_aim = math.log(target) - tight / 2
+    log_aim = math.log(target) - tight / 2  # the middle of the accepted range
     previous: tuple[float, float] | None = None
     for _ in range(8):
-        epsilon = spent(value)
-        if not 0 < epsilon < math.inf:
-            return None
-        if target * (1 - tight) <= epsilon <= target:
+        cost = spent(value)
+        if not 0 < cost < math.inf:
+            return None  # it has no logarithm
+        if target * (1 - tight) <= cost <= target:
             return value
         log_value = math.log(value)
-        log_epsilon = math.log(epsilon)
+        log_cost = math.log(cost)
         if previous is not None:
-            previous_value, previous_epsilon = previous
-            slope = (log_epsilon - previous_epsilon) / (log_value - previous_value)
+            previous_log_value, previous_log_cost = previous
+            slope = (log_cost - previous_log_cost) / (log_value - previous_log_value)
         if not slope < -0.5:
             return None  # too flat for a secant; NaN included
-        previous = (log_value, log_epsilon)
-        value = value * math.exp((log_aim - log_epsilon) / slope)
+        previous = (log_value, log_cost)
+        value = value * math.exp((log_aim - log_cost) / slope)
     return None
 
 
 def _bracket(spent: Callable[[float], float], target: float, name: str) -> tuple[float, float]:
-    """Two parameters: the first is too small, the second is large enough."""
+    """Two parameters: the first costs more than the target, the second at most the target."""
     low = 1.0
     high = 1.0
     while spent(high) > target:
@@ -223,7 +236,8 @@ def _bracket(spent: Callable[[float], float], target: float, name: str) -> tuple
     while spent(low) <= target:
         high = low
         low = low / divisor
-        # The divisor grows, because a PLD takes seconds and a delta above the rates needs no noise.
+        # The divisor is squared to reach the error below in few evaluations: at a delta above the
+        # chance that the example is ever drawn, epsilon is 0 at every parameter.
         divisor *= divisor
         if low < 1e-9:
             raise ValueError(

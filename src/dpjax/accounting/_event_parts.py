@@ -60,8 +60,9 @@ class Parts(NamedTuple):
 def as_sampled(parts: Parts) -> Parts:
     """Replaces random allocations by Poisson samples whose losses have about the same variance.
 
-    In an epoch of t bins, n of them with multiplier z, these have the variance
-    ``n / t^2 (exp(1 / z^2) - 1)``. That is one sample at the rate ``sqrt(n) / t``.
+    The loss of a Poisson sample at rate q has a variance of about ``q^2 (exp(1 / z^2) - 1)``. In an
+    epoch of t bins, n bins with multiplier z add ``n / t^2 (exp(1 / z^2) - 1)``, so they become one
+    sample at the rate ``sqrt(n) / t``.
     """
     sampled = dict(parts.sampled)
     others = []
@@ -89,14 +90,15 @@ def squared(multiplier: float) -> float:
 
 
 def split(event: DpEvent, records: int = 1) -> Parts:
-    """Flattens an event; ``records`` is the number of examples that one user has.
+    """Flattens an event into its `Parts`.
 
-    With several records, samples below correlated noise count as unsampled.
+    ``records`` is the number of examples that one user has. With several, samples whose noise is
+    correlated (`CorrelatedSampledDpEvent`) count as unsampled.
     """
     sampled: dict[tuple[float, float], int] = {}
     precisions: list[float] = []
     foreign: list[tuple[DpEvent, int]] = []
-    bare = 0  # how often something is released without noise
+    bare = 0  # how often something is released without noise, or with less than `BARE`
     # The events that are left, each with its count. This stack replaces recursion, because a
     # schedule composes thousands of events.
     stack = [(event, 1)]
@@ -115,7 +117,7 @@ def split(event: DpEvent, records: int = 1) -> Parts:
                 stack.extend((part, count) for part in node.events)
             case dp_accounting.SelfComposedDpEvent():
                 stack.append((node.event, count * node.count))
-            # So little noise hides nothing. `not >` is also true of NaN, which counts as no noise.
+            # Noise below `BARE` hides nothing. `not >` is also true of NaN, which counts as none.
             case (
                 dp_accounting.GaussianDpEvent(noise_multiplier=z)
                 | dp_accounting.LaplaceDpEvent(noise_multiplier=z)
@@ -134,34 +136,37 @@ def split(event: DpEvent, records: int = 1) -> Parts:
                 # Several records of a user move common rows of correlated noise, also in different
                 # steps. Their steps are not separate releases, so sampling is not counted.
                 shares_noise = records > 1 and isinstance(node, CorrelatedSampledDpEvent)
-                below = split(inner)
+                on_sample = split(inner)  # the parts of one step, as if it were not sampled
                 if rate == 0:
                     pass  # nothing is drawn
                 elif rate == 1 or shares_noise:
-                    # The inner event counts as if it were not sampled.
-                    stack.append((inner, count))
-                elif below.sampled or below.foreign:
+                    stack.append((inner, count))  # counts as unsampled
+                elif on_sample.sampled or on_sample.foreign:
                     # Amplification has a closed form only for a Gaussian. Any other event stays
                     # foreign, and the accountant of dp_accounting handles or refuses it.
                     foreign.append((node, count))
-                elif not below.private:
+                elif not on_sample.private:
                     bare += count
-                elif below.precision and count:
+                elif on_sample.precision and count:
                     # Several Gaussians on one sample act as one, which is amplified as a whole.
-                    step = (rate, below.unsampled_multiplier)
+                    step = (rate, on_sample.unsampled_multiplier)
                     sampled[step] = sampled.get(step, 0) + count
             case (
                 dp_accounting.SampledWithoutReplacementDpEvent(event=inner)
                 | RepeatAndSelectDpEvent(event=inner)
             ):
-                below = split(inner)
-                if not below.private:
+                inside = split(inner)
+                if not inside.private:
                     bare += count
-                elif not below.empty:
+                elif not inside.empty:
                     foreign.append((node, count))  # whole, for dp_accounting
             case _:
                 foreign.append((node, count))
-    # Parts are sorted, and precisions are summed without rounding, because the order of composition
-    # must not change the last digit of a claim.
-    counted = tuple((part, count) for part, count in foreign if count)
-    return Parts(dict(sorted(sampled.items())), math.fsum(precisions), counted, bare == 0)
+    return Parts(
+        # The order of events must not change the last digit of a claim, so samples are sorted and
+        # precisions are summed without rounding.
+        sampled=dict(sorted(sampled.items())),
+        precision=math.fsum(precisions),
+        foreign=tuple((part, count) for part, count in foreign if count),
+        private=bare == 0,
+    )

@@ -37,8 +37,9 @@ _FAR = 5_000.0  # an epsilon above which digits do not matter, and RDP answers f
 
 
 def profile(parts: Parts, neighbours: str) -> Profile:
-    """The smallest epsilon and delta that composed loss distributions prove.
+    """The smallest epsilon and delta that any of `_bounds` proves.
 
+    References for the composition of losses on a grid:
     Koskela, Jälkö, Honkela, *Computing tight differential privacy guarantees using FFT*, 2020;
     Doroshenko et al., *Connect the dots: tighter discrete approximations of privacy loss
     distributions*, 2022.
@@ -53,7 +54,7 @@ def profile(parts: Parts, neighbours: str) -> Profile:
         if delta >= chance:
             return 0.0
         epsilons = [bound.epsilon(delta) for bound in bounds()]
-        return min(epsilons, default=math.inf)
+        return min(epsilons, default=math.inf)  # no bound: no proof of a finite epsilon
 
     def delta_at(epsilon: float) -> float:
         deltas = [bound.delta(epsilon) for bound in bounds()]
@@ -77,16 +78,17 @@ def _chance(parts: Parts) -> float:
 
 
 def _bounds(parts: Parts, neighbours: str) -> Iterator[Profile]:
-    """Upper bounds of one profile; their least is therefore an upper bound too."""
-    projected = _random_projections.steps_of(parts)
-    if projected:
+    """Upper bounds on the profile of these parts; the least of them is an upper bound too."""
+    steps_with_estimated_norms = _random_projections.steps_of(parts)
+    if steps_with_estimated_norms:
         # No other bound holds where norms are estimated.
-        yield _random_projections.profile(projected, parts, neighbours)
+        yield _random_projections.profile(steps_with_estimated_norms, parts, neighbours)
         return
     if not parts.sampled and not parts.foreign:
         yield _unsampled(parts, neighbours)
         return
-    # RDP, and the same steps without sampling, limit the answer where a coarse grid makes it large.
+    # Two bounds need no grid: RDP, and the same steps without sampling, which cost no less. They
+    # limit the answer where the grid of losses is too coarse.
     yield from _by_rdp(parts, neighbours)
     sampled_precision = math.fsum(count / z**2 for (_, z), count in parts.sampled.items())
     without_sampling = parts._replace(sampled={}, precision=parts.precision + sampled_precision)
@@ -94,14 +96,14 @@ def _bounds(parts: Parts, neighbours: str) -> Iterator[Profile]:
         yield from _by_rdp(without_sampling, neighbours)
     else:
         yield _unsampled(without_sampling, neighbours)
-    # Loss distributions do not take events of random bins as they are: a known bin costs no less,
-    # and whole epochs have losses of their own.
-    known = _allocation.known_bins(parts)
-    if known != parts:
-        yield from _bounds(known, neighbours)
+    # Steps in which an example has one random bin have no loss distribution of their own. Two
+    # bounds stand for it: as if the bin were known, which costs no less, and by whole epochs.
+    with_known_bins = _allocation.known_bins(parts)
+    if with_known_bins != parts:
+        yield from _bounds(with_known_bins, neighbours)
         yield from _by_epochs(parts, neighbours)
         return
-    if _size(parts, neighbours) > _FAR:
+    if _rough_loss(parts, neighbours) > _FAR:
         return  # RDP is near enough
     grid = _grid(parts, neighbours)
     if parts.foreign:
@@ -122,7 +124,7 @@ def _by_epochs(parts: Parts, neighbours: str) -> Iterator[Profile]:
     # An example that is replaced stays in its bin: `known_bins` bounds it.
     if not epochs or rest.foreign or neighbours == "replace-one":
         return
-    if _size(alike, neighbours) <= _FAR:
+    if _rough_loss(alike, neighbours) <= _FAR:
         grid = _grid(alike._replace(foreign=()), neighbours)
         yield random_allocation.profile(epochs, rest, grid, neighbours)
 
@@ -142,7 +144,10 @@ def _by_rdp(parts: Parts, neighbours: str) -> list[Profile]:
 
 
 def _accountant(parts: Parts, grid: float, neighbours: str) -> PLDAccountant:
-    """As `composed`, by dp_accounting's accountant, which knows more kinds of event."""
+    """The composed loss of all parts, by dp_accounting's accountant, which knows foreign events.
+
+    `composed` is the same for parts without foreign events.
+    """
     accountant = PLDAccountant(relation(neighbours), grid)
     if parts.precision:
         accountant.compose(dp_accounting.GaussianDpEvent(parts.unsampled_multiplier))
@@ -169,7 +174,7 @@ def _grid(parts: Parts, neighbours: str) -> float:
     """The distance between losses: an eighth of the deviation of a step, if memory allows it."""
     usual = MIXED if parts.foreign else GRID
     span = _span(parts, neighbours)
-    # A huge epsilon on the usual grid needs more points than memory has.
+    # The range of a huge epsilon has too many points of the usual grid for memory.
     if span > usual * _POINTS:
         doublings = math.ceil(math.log2(span / usual / _POINTS))
         return usual * 2.0**doublings
@@ -177,16 +182,19 @@ def _grid(parts: Parts, neighbours: str) -> float:
         return usual
     # Rounding adds up to the square of the grid to the variance of each step. On the usual grid
     # this is most of the variance of a million steps with losses of 1e-4.
+    # `expm1` overflows above 709.
     variances = [n * q**2 * math.expm1(min(z**-2, 700)) for (q, z), n in parts.sampled.items()]
     steps = sum(parts.sampled.values())
     deviation = math.sqrt(math.fsum(variances) / steps)
+    # The last term is a floor for steps that cost nearly nothing.
     wanted = max(deviation / _FINE, span / _FEWER, usual / 1024)
-    # The grid is rounded to a power of two. So a slightly longer run has the same grid, and its
-    # steps are in the cache. Few distinct steps have a grid no coarser than the usual one.
-    power = math.floor(4 * math.log2(wanted / usual)) / 4
+    # The grid is rounded down to the usual one times a power of 2^(1/4). So a slightly longer run
+    # has the same grid, and its steps are in the cache.
+    exponent = math.floor(4 * math.log2(wanted / usual)) / 4
+    # Few distinct steps are fast on the usual grid, so they never have a coarser one.
     if len(parts.sampled) <= _MANY:
-        power = min(0, math.floor(power))
-    return usual * 2.0**power
+        exponent = min(0, math.floor(exponent))
+    return usual * 2.0**exponent
 
 
 def _span(parts: Parts, neighbours: str) -> float:
@@ -198,7 +206,7 @@ def _span(parts: Parts, neighbours: str) -> float:
     multipliers.append(parts.unsampled_multiplier)
     sensitivity = 2 if neighbours == "replace-one" else 1
     smallest = min(multipliers) / sensitivity
-    spans = [_size(parts, neighbours), smallest**-2 / 2 + 10 / smallest]
+    spans = [_rough_loss(parts, neighbours), smallest**-2 / 2 + 10 / smallest]
     for event, count in parts.foreign:
         if isinstance(event, MixtureOfGaussiansDpEvent) and event.standard_deviation > 0:
             spans.append(_span_of_mixtures(event, count))
@@ -206,32 +214,35 @@ def _span(parts: Parts, neighbours: str) -> float:
 
 
 def _span_of_mixtures(event: MixtureOfGaussiansDpEvent, count: int) -> float:
-    """A rough upper bound on the loss of one such step, and of all ``count``.
+    """A rough upper bound on the loss of one step of this mixture, and of all ``count`` together.
 
-    All steps together have a larger loss than the Chernoff bound, the least over orders a of
-    ``(log E exp((a - 1) loss) - log 1e-9) / (a - 1)``, with a chance of 1e-9.
+    The loss of all steps exceeds a Chernoff bound with probability 1e-9 at most: the least over
+    orders a of ``(count log E exp((a - 1) loss of a step) - log 1e-9) / (a - 1)``.
     """
-    odds = np.array(event.sampling_probs)
-    signals = np.array(event.sensitivities) / event.standard_deviation
+    odds = np.array(event.sampling_probs)  # of each Gaussian of the mixture
+    signals = np.array(event.sensitivities) / event.standard_deviation  # mean over deviation
     orders = 1 + np.geomspace(1e-3, 10, 50)
     # By Jensen's inequality the moment of a mixture is at most the mixture of the moments of its
-    # Gaussians. The logarithms of moments of steps add.
+    # Gaussians, whose logarithms are a (a - 1) signal^2 / 2: [orders, signals].
     log_moments = np.outer(orders * (orders - 1) / 2, signals**2)
     with np.errstate(all="ignore"):  # the sum of exponentials overflows before its logarithm
-        log_moment = np.asarray(logsumexp(log_moments, b=odds, axis=1))
+        log_moment = np.asarray(logsumexp(log_moments, b=odds, axis=1))  # of a step, [orders]
     all_steps = np.min((count * log_moment - math.log(1e-9)) / (orders - 1))
     largest = signals[odds > 1e-25].max()  # the library truncates others
-    one_step = largest**2 / 2 + 10 * largest
+    one_step = largest**2 / 2 + 10 * largest  # the mean of its loss and ten deviations
     return float(max(all_steps, one_step))
 
 
-def _size(parts: Parts, neighbours: str) -> float:
-    """The approximate size of the composed loss, within a factor of two."""
+def _rough_loss(parts: Parts, neighbours: str) -> float:
+    """The largest likely loss of all steps, within a factor of two: ``mu^2 / 2 + 6 mu``.
+
+    By the central limit it is a Gaussian with mean ``mu^2 / 2`` and deviation ``mu``.
+    """
     sensitivity = 2 if neighbours == "replace-one" else 1
     squares = [parts.precision * sensitivity**2]
     for (q, z), count in parts.sampled.items():
         unsampled = (sensitivity / z) ** 2
         sampled = q**2 * math.expm1(min(unsampled, 700))
         squares.append(count * min(sampled, unsampled))
-    total = math.fsum(squares)
-    return total / 2 + 6 * math.sqrt(total)
+    squared_mu = math.fsum(squares)
+    return squared_mu / 2 + 6 * math.sqrt(squared_mu)

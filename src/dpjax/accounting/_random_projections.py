@@ -79,12 +79,12 @@ def with_projections(event: DpEvent, projections: int) -> DpEvent:
 
 
 def profile(steps: Steps, parts: Parts, neighbours: str) -> Profile:
-    """The profile of parts with these steps, by loss distributions."""
+    """The profile of ``steps``, which are the foreign parts, and of the Gaussians in ``parts``."""
     for q, z, r in steps:
         # A step without noise hides nothing, and NaN counts as no noise. A step that draws every
         # example hides nothing either if the norm is likely to be estimated far too small. At a
-        # rate below 1 this chance is part of delta: see `_mixture`.
-        if not z > BARE or (q == 1 and _beyond(z, r) >= _RARE):
+        # rate below 1 this costs only delta: see `_mixture`.
+        if not z > BARE or (q == 1 and _chance_unprotected(z, r) >= _RARE):
             return profiles.gaussian(math.inf)
     # The mixture is over one random scale. Replace-one needs the joint law of two.
     if neighbours == "replace-one":
@@ -96,10 +96,10 @@ def profile(steps: Steps, parts: Parts, neighbours: str) -> Profile:
         raise ValueError(
             f"accounting: random projections compose with Gaussians only, not {parts.named}."
         )
-    total = composed(parts, MIXED, neighbours)
+    total = composed(parts, MIXED, neighbours)  # of all parts that are not foreign
     for projections in {r for _, _, r in steps}:
-        equal = {(q, z): count for (q, z, r), count in steps.items() if r == projections}
-        for (q, z), count in rounded(equal, _LEVELS).items():
+        alike = {(q, z): count for (q, z, r), count in steps.items() if r == projections}
+        for (q, z), count in rounded(alike, _LEVELS).items():
             step = _mixture(q, z, projections, neighbours)
             total = total.compose(step.self_compose(count))
     return proven(total, parts)
@@ -122,23 +122,23 @@ def steps_of(parts: Parts) -> Steps:
 @functools.lru_cache(maxsize=64)
 def _mixture(q: float, z: float, r: int, neighbours: str) -> library.PrivacyLossDistribution:
     """The loss of one step: that of a Gaussian with multiplier ``z / s``, mixed over ``s``."""
-    beyond = _beyond(z, r)
-    # An example that counts as unprotected costs its whole sampling probability as delta.
+    unprotected = _chance_unprotected(z, r)
+    # An unprotected example is revealed if it is drawn: epsilon 0, and delta is the rate.
     total = library.from_privacy_parameters(
         common.DifferentialPrivacyParameters(0.0, q), value_discretization_interval=MIXED
     )
-    if beyond >= _RARE:
-        return total
-    # The levels divide the chance of a larger s, and not s, so each level has a known probability.
-    # Rounding s up to the end of its level never lowers the loss.
+    if unprotected >= _RARE:
+        return total  # as if all scales left the example unprotected, an upper bound
+    # The levels divide the chance of a larger s, from 1 down, so each level has a known
+    # probability. Rounding s up to the end of its level never lowers the loss.
     likely = np.linspace(1.0, _RARE, _BULK, endpoint=False)
-    rare = np.geomspace(_RARE, beyond, _TAIL)
+    rare = np.geomspace(_RARE, unprotected, _TAIL)
     chances = np.concatenate([likely, rare])
-    scales = np.sqrt(r / stats.chi2(r).ppf(chances))
+    ends = np.sqrt(r / stats.chi2(r).ppf(chances[1:]))  # P(s > end) is the chance
     probabilities = -np.diff(chances)
-    # The loop starts with the rarest scale, because mixing rescales earlier weights.
-    mixed = beyond  # the probability of all that is in `total`
-    for scale, probability in zip(scales[:0:-1], probabilities[::-1], strict=True):
+    # The rarest level comes first: if it came last, its weight, 1 minus almost 1, had few digits.
+    mixed = unprotected  # the probability of all that is in `total`
+    for scale, probability in zip(ends[::-1], probabilities[::-1], strict=True):
         step = one_step(q, z / float(scale), MIXED, neighbours)
         with_step = mixed + float(probability)
         total = total.compute_mixture(step, mixed / with_step)
@@ -146,7 +146,7 @@ def _mixture(q: float, z: float, r: int, neighbours: str) -> library.PrivacyLoss
     return total
 
 
-def _beyond(z: float, r: int) -> float:
+def _chance_unprotected(z: float, r: int) -> float:
     """The probability of a scale at which the proof counts the example as unprotected."""
     # P(S > s) = P(chi2 < r / s^2)
     return max(_CHANCE, float(stats.chi2(r).cdf(r * (_LEAST / z) ** 2)))

@@ -66,14 +66,15 @@ def classic(parts: Parts, neighbours: str) -> Profile:
 
 def total(parts: Parts, neighbours: str) -> np.ndarray:
     """The sum of the divergences of all parts, ``[orders]`` on `ORDERS`."""
-    swap = neighbours == "replace-one"
-    squared_factor = 4 if swap else 1  # a replacement moves a sum twice as far
-    if swap and parts.sampled:
+    replaces = neighbours == "replace-one"
+    squared_factor = 4 if replaces else 1  # a replacement moves a sum twice as far
+    if replaces and parts.sampled:
         raise ValueError(
             "accounting: RDP has no proof for Poisson sampling, 'replace-one'. Use method='pld'."
         )
-    # An example and its replacement are in the same bin. Given the bin, the noise is plain.
-    if swap:
+    # Events of random bins count as unsampled Gaussians, because an example and its replacement are
+    # in the same bin: what holds for each known bin holds for a random one.
+    if replaces:
         parts = _allocation.known_bins(parts)
     # The divergence of a Gaussian is order / (2 z^2).
     divergence = ORDERS * parts.precision / 2 * squared_factor

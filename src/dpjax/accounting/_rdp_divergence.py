@@ -95,7 +95,10 @@ def _group(pairs: tuple[tuple[float, float], ...]) -> np.ndarray:
 
 
 def _divergences(z: np.ndarray, q: np.ndarray, orders: np.ndarray) -> np.ndarray:
-    """The divergences of finite orders, ``[z, orders]``, of multipliers and their rates ``[z]``."""
+    """The divergences of finite orders, ``[z, orders]``, of multipliers and their rates ``[z]``.
+
+    Where the rate is 0 or the multiplier infinite, the caller replaces them by 0.
+    """
     # Start with the divergences without sampling. The rows of sampled steps are replaced below.
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         divergences = orders / (2 * z[:, None] ** 2)
@@ -105,19 +108,19 @@ def _divergences(z: np.ndarray, q: np.ndarray, orders: np.ndarray) -> np.ndarray
     for column in np.flatnonzero(is_whole):
         log_a = _log_moment_whole(z[sampled], q[sampled], int(orders[column]))
         divergences[sampled, column] = log_a / (orders[column] - 1)
-    fractions = orders[~is_whole]
-    if not fractions.size:
+    fractional = orders[~is_whole]
+    if not fractional.size:
         return divergences
     # Rows whose integrals have equally many points are computed together.
-    for grid_size, rows in _by_grid_size(z, sampled, fractions.max()).items():
+    for grid_size, rows in _by_grid_size(z, sampled, fractional.max()).items():
         cells = np.ix_(rows, ~is_whole)
         if grid_size == 0:
             # These multipliers are too small for the integral. A divergence rises with its order,
             # so the next whole order gives an upper bound.
-            divergences[cells] = _divergences(z[rows], q[rows], np.ceil(fractions))
+            divergences[cells] = _divergences(z[rows], q[rows], np.ceil(fractional))
         else:
-            log_a = _log_moment_integral(z[rows], q[rows], fractions, grid_size)
-            divergences[cells] = log_a / (fractions - 1)
+            log_a = _log_moment_integral(z[rows], q[rows], fractional, grid_size)
+            divergences[cells] = log_a / (fractional - 1)
     return divergences
 
 
@@ -126,8 +129,6 @@ def _log_moment_whole(z: np.ndarray, q: np.ndarray, order: int) -> np.ndarray:
 
     ``A - 1 = sum_k>=2 C(alpha, k) q^k (1-q)^(alpha-k) (exp(k(k-1) / 2z^2) - 1)``.
     """
-    if order == 1:
-        return np.zeros(len(z))
     k = np.arange(2, order + 1)
     log_binomial = gammaln(order + 1) - gammaln(k + 1) - gammaln(order - k + 1)
     q = q[:, None]
@@ -173,7 +174,7 @@ def _log_moment_integral(z: np.ndarray, q: np.ndarray, orders: np.ndarray, size:
         block_count = math.ceil(orders.size * log_f.size / _BLOCK)
         log_integrals = []
         for block in np.array_split(orders, block_count):
-            if block.size:
+            if block.size:  # the last blocks are empty if there are more blocks than orders
                 log_gap = _log_gap(log_f, excess, block[:, None, None])
                 log_integrals.append(_summed(log_gap + log_weight))
     return np.logaddexp(0, np.concatenate(log_integrals).T)

@@ -60,13 +60,16 @@ def select_best(
 ) -> Selection:
     """The epsilon of running a training ``K`` times and publishing the best run, ``K`` random.
 
-    With ``r`` the Rényi curve of one run, at every order ``a``, for the truncated negative
-    binomials (``eta`` 1: geometric; 0: logarithmic; ``gamma`` their parameter), and for Poisson,
+    With ``r`` the Rényi curve of one run, the best run has at every order ``a`` the divergence
 
         r(a) + (1 + eta) min_b [(1 - 1/b) r(b) + log(1/gamma) / b] + log(runs) / (a - 1)
+
+    if ``K`` is geometric (``eta`` 1) or logarithmic (``eta`` 0), with ``gamma`` the parameter of
+    that distribution. If ``K`` is Poisson, with ``delta_hat(epsilon)`` the delta of one run, it is
+
         r(a) + runs * delta_hat(log(a / (a - 1))) + log(runs) / (a - 1)
 
-    where ``delta_hat`` is the delta of one run; the best order then gives epsilon.
+    The order with the smallest epsilon gives the answer.
 
     Args:
       event: One run; or several events, if each run draws its settings: all that could be drawn.
@@ -105,17 +108,18 @@ def select_best(
     call = "accounting.select_best"
     law_of_runs, runs = _checked(call, distribution, runs)
     checks.delta(call, delta)
-    events = list(event) if isinstance(event, Iterable) else [event]
+    events = list(event) if isinstance(event, Iterable) else [event]  # of every candidate
     # Any candidate may be published, so the search pays for the most expensive one.
     epsilon_one = max(epsilon(run, delta, "rdp", neighbours) for run in events)
     if not math.isfinite(epsilon_one):
         return Selection(math.inf, math.inf, math.inf, runs)
-    # The theorems take one divergence curve, which bounds every run.
+    # The theorems take one divergence curve. The largest of all candidates bounds every run.
     curves = [_rdp_accountant.total(split(run), neighbours) for run in events]
     of_one_run = np.max(curves, axis=0)
     of_best_run = law_of_runs.divergence(of_one_run, runs)
     epsilon_best = _rdp_accountant.to_epsilon(of_best_run, delta)
-    epsilon_all = _rdp_accountant.to_epsilon(math.ceil(runs) * of_one_run, delta)
+    of_all_runs = math.ceil(runs) * of_one_run
+    epsilon_all = _rdp_accountant.to_epsilon(of_all_runs, delta)
     return Selection(epsilon_one, epsilon_best, epsilon_all, runs)
 
 

@@ -5,12 +5,15 @@ Under Poisson sampling the number of a user's k records that are drawn is binomi
 Gaussian whose signal is a mixture over 0 to k, which PLD accounts for exactly. Multiplying epsilon
 by k is wrong, because delta grows too.
 
-With banded noise and `sampling.cyclic_poisson`, cycles are separate releases only for a single
-record. Records of two parts move common rows, also from one cycle to the next, and the composition
-of one mixture per cycle claims too little. Given all coins the run is one Gaussian. The moves of
-one record in n cycles are orthogonal. Together they are no longer than $\sqrt{n}$, and the moves of
-k records no longer than $k \sqrt{n}$. The coins do not depend on whether the user is present, so
-the bound also holds without them: n Gaussians with multiplier z / k.
+`sampling.cyclic_poisson` splits the data into parts. Each part is drawn from in one step of every
+cycle, and a record joins by a coin. Banded noise is correlated over a few steps, so a record moves
+(changes the mean of) several of the outputs that one Gaussian hides. Cycles are separate releases
+only for a single record. Records of two parts move common outputs, also from one cycle to the next,
+and the composition of one mixture per cycle understates their cost. Given all coins the run is one
+Gaussian. The moves of one record in n cycles are orthogonal. Together they are no longer than
+$\sqrt{n}$, and the moves of k records no longer than $k \sqrt{n}$. The coins do not depend on
+whether the user is present, so the bound also holds without them: n Gaussians with multiplier
+z / k.
 
 A run of one cycle is one mixture. The inner product of the moves of two sets of records is at most
 the product of their sizes, and by Kahane's inequality a smaller one costs less.
@@ -27,7 +30,7 @@ from scipy import stats
 
 from dpjax import checks
 from dpjax.accounting._allocation import known_bins
-from dpjax.accounting._calibration import calibrate, from_near, least
+from dpjax.accounting._calibration import by_bisection, by_secants, calibrate
 from dpjax.accounting._event_parts import split
 from dpjax.accounting.events import compose, gaussian, subsampled_gaussian
 from dpjax.accounting.methods import epsilon
@@ -50,7 +53,7 @@ def for_groups(event: DpEvent, records: int) -> DpEvent:
       | part | becomes |
       |---|---|
       | Gaussians without sampling | one Gaussian with multiplier ``z / k`` |
-      | Poisson-sampled below banded noise, of several cycles | likewise: nothing is amplified |
+      | Poisson-sampled with banded noise, of several cycles | likewise: nothing is amplified |
       | sampled in another way | refused |
 
     Privacy:
@@ -181,13 +184,16 @@ def persons_or_rows(
     def event(multiplier: float) -> DpEvent:
         return subsampled_gaussian(multiplier, rate, steps)
 
-    def spent(multiplier: float) -> float:
+    def spent_by_rows(multiplier: float) -> float:
+        """The epsilon of a person whose rows are drawn one by one."""
         return epsilon_for_users(event(multiplier), delta, records)
 
-    of_persons = calibrate(event, epsilon, delta, "pld")
-    # All rows of a person together need `records` times the noise, and Poisson samples need less.
-    of_rows = from_near(spent, epsilon, of_persons * records, 1e-3)
-    if of_rows is None:
-        of_rows = least(spent, epsilon, 1e-3)
-    ratio = of_persons * bound_ratio * records / of_rows
-    return PersonsOrRows(of_persons, of_rows, ratio)
+    persons_multiplier = calibrate(event, epsilon, delta, "pld")
+    # All k rows of a person in one sample need k times the noise; independent samples need less, so
+    # this is a first guess for rows.
+    guess = persons_multiplier * records
+    rows_multiplier = by_secants(spent_by_rows, epsilon, guess, tight=1e-3)
+    if rows_multiplier is None:
+        rows_multiplier = by_bisection(spent_by_rows, epsilon, tight=1e-3)
+    ratio = persons_multiplier * bound_ratio * records / rows_multiplier
+    return PersonsOrRows(persons_multiplier, rows_multiplier, ratio)

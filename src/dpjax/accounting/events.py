@@ -185,7 +185,14 @@ def sampled_gaussian(
 ) -> DpEvent:
     """Gaussian steps with these multipliers, ``[steps]``, on the batches of a sampler.
 
-    The other arguments are as for `dpjax.sampling.stated`.
+    Args:
+      event: How the sampler draws batches.
+      multipliers: The noise multiplier of each step that ran, in order.
+      examples: The number of examples in the data.
+      batch_size: The expected number of examples in a batch.
+      rates: For Poisson samples, pairs: a sampling rate, and how many cycles in turn have it. The
+        last rate holds for all later cycles.
+      cycle: The number of steps, in turn, in which an example is in one batch at most.
     """
     if event is Event.NONE:
         return dp_accounting.NonPrivateDpEvent()
@@ -193,16 +200,16 @@ def sampled_gaussian(
         return without_replacement(multipliers, examples, int(batch_size))
     if event is Event.ALLOCATION:
         return random_allocation(multipliers, cycle)
-    # An example is in one step of a cycle, so a cycle counts as one step with its least noise.
-    least = multipliers
-    if len(multipliers):
+    # Poisson samples are left. An example is in one step of a cycle, and it is unknown in which, so
+    # a cycle counts as one step with its least noise.
+    least_of_cycle = multipliers
+    if len(multipliers):  # `reduceat` raises without steps
         starts = np.arange(0, len(multipliers), cycle)
-        least = np.minimum.reduceat(multipliers, starts)
-    # Each row of ``rates`` is a rate and the number of steps that have it; the last row stays.
+        least_of_cycle = np.minimum.reduceat(multipliers, starts)
     values, lengths = map(np.asarray, zip(*rates, strict=True))
-    rows = np.searchsorted(np.cumsum(lengths), np.arange(len(least)), side="right")
-    rows = np.minimum(rows, len(values) - 1)
-    return scheduled_gaussian(least, values[rows])
+    rows = np.searchsorted(np.cumsum(lengths), np.arange(len(least_of_cycle)), side="right")
+    rows = np.minimum(rows, len(values) - 1)  # the last rate stays
+    return scheduled_gaussian(least_of_cycle, values[rows])
 
 
 def without_replacement(multipliers: ArrayLike, examples: int, batch_size: int) -> DpEvent:
@@ -219,22 +226,24 @@ def without_replacement(multipliers: ArrayLike, examples: int, batch_size: int) 
 def random_allocation(multipliers: ArrayLike, batches: int) -> DpEvent:
     """Steps in epochs of ``batches``; in each, every example is in one of them, drawn afresh.
 
-    ``multipliers`` has one for every step, in order, chosen before training. The last epoch may be
-    a part of one. Equal epochs are gathered. An epoch with more than 16 different multipliers is
-    sorted and cut into sixteenths, and each takes its least: an accountant's time grows with them.
+    ``multipliers`` has one for every step, in order, chosen before training. The last epoch may
+    have fewer steps. Equal epochs are counted together. The multipliers of an epoch with more than
+    16 different ones are sorted and cut into sixteenths, and each sixteenth counts with its least
+    multiplier, because an accountant's time grows with their number.
 
     Example:
       >>> random_allocation([1.5] * 20, batches=10)
       SelfComposedDpEvent(event=RandomAllocationDpEvent(batches=10, ...), count=2)
     """
     values = np.asarray(multipliers, np.float64)
+    # With one batch every example is in every step, so nothing is amplified.
     if batches == 1:
-        return scheduled_gaussian(values, 1.0)
+        return scheduled_gaussian(values, sampling_rate=1.0)
     in_whole_epochs = len(values) - len(values) % batches
     whole_epochs = values[:in_whole_epochs].reshape(-1, batches)
     last_epoch = values[in_whole_epochs:]
-    # An epoch is its sorted multipliers. Runs of equal epochs are joined first, because there can
-    # be a million of them.
+    # Epochs with the same multipliers in another order cost the same, so each is sorted. Runs of
+    # equal epochs are joined first, because there can be a million of them.
     rows, lengths = schedules.runs_of(np.sort(whole_epochs, axis=1))
     counts: Counter[tuple[tuple[float, int], ...]] = Counter()
     for row, count in zip(rows, lengths, strict=True):
@@ -242,7 +251,7 @@ def random_allocation(multipliers: ArrayLike, batches: int) -> DpEvent:
     counts[_grouped(np.sort(last_epoch))] += 1
     epochs = []
     for pairs, count in counts.items():
-        if pairs:  # none if all noise was infinite, or no step is left for a last epoch
+        if pairs:  # empty if all noise was infinite, or no step is left for a last epoch
             epoch = RandomAllocationDpEvent(batches, pairs)
             epochs.append(dp_accounting.SelfComposedDpEvent(epoch, count))
     return compose(*epochs)

@@ -69,18 +69,18 @@ def profile(epochs: Epochs, rest: Parts, grid: float, neighbours: str) -> Profil
     """
     # Sorted, because the order of composition must not change the last digit of a claim.
     epochs = sorted(epochs, key=lambda row: (row[0].batches, row[0].noise_multipliers))
-    parts = rest._replace(foreign=tuple(epochs))
+    all_parts = rest._replace(foreign=tuple(epochs))  # for the rounding errors that `proven` adds
     epoch_count = sum(times for _, times in epochs)
 
     @functools.cache
     def with_tail(tail: float) -> Profile:
         """The profile if about this mass of each epoch becomes an infinite loss."""
         if not all(_fits(event, tail) for event, _ in epochs):
-            return Profile(lambda delta: math.inf, lambda epsilon: 1.0)
+            return Profile(lambda delta: math.inf, lambda epsilon: 1.0)  # nothing is proved
         total = composed(rest, grid, neighbours)
         for event, times in epochs:
             total = total.compose(loss(event, grid, tail).self_compose(times))
-        return proven(total, parts)
+        return proven(total, all_parts)
 
     def for_delta(delta: float) -> Profile:
         # The tail is a power of two, because similar deltas then have the same cached losses.
@@ -91,9 +91,11 @@ def profile(epochs: Epochs, rest: Parts, grid: float, neighbours: str) -> Profil
         return for_delta(delta).epsilon(delta)
 
     def delta_at(epsilon: float) -> float:
+        # The tail depends on the delta in question, which is not known yet. So a first delta has
+        # the tail of `_ROUGH`, and then a second one that of the first.
         rough = for_delta(_ROUGH).delta(epsilon)
-        # A delta above `_ROUGH` is precise already. At 1 no lattice fitted, and one with a larger
-        # tail may fit.
+        # The first one is precise if it is above `_ROUGH`. If it is 1, no lattice fitted, and one
+        # with a larger tail may fit.
         if _ROUGH < rough < 1:
             return rough
         return min(rough, for_delta(rough).delta(epsilon))
@@ -113,22 +115,30 @@ class _Laws(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def loss(event: RandomAllocationDpEvent, grid: float, tail: float) -> PrivacyLossDistribution:
-    """The loss of one epoch; a few times ``tail`` of the mass becomes an infinite loss."""
+    """The loss of one epoch; a few times ``tail`` of the mass becomes an infinite loss.
+
+    It has two distributions: of ``log(P / Q)`` under P, if the example leaves the data, and of
+    ``log(Q / P)`` under Q, if it joins them. Each follows from the `_Laws` of the ratio S.
+    """
     bins = event.batches
     groups = [(min(z, _QUIET), n) for z, n in event.noise_multipliers]
     # A usual factor, with g about 0, moves by this if g moves by one.
     deviation = min(math.exp(-1 / (2 * z**2)) / z for z, _ in groups)
-    fine = deviation / _FINE
-    leaves = _laws(groups, bins, tail, tail, fine)
-    joins = leaves
-    # Little noise: the lattice is too coarse for small ratios, so these get a lattice of their own.
-    if leaves.step > fine:
-        fine = max(fine, _UNIT * bins / tail)  # finer lattices have a larger `_error`
+    fine_step = deviation / _FINE
+    laws_if_it_leaves = _laws(groups, bins, tail=tail, above=tail, step=fine_step)
+    laws_if_it_joins = laws_if_it_leaves
+    # Little noise: up to the largest factors `_POINTS` fine steps do not suffice, so the lattice
+    # has a coarser step, too coarse for the small ratios that the loss under Q needs. This loss
+    # gets a fine lattice that ends at lower factors.
+    if laws_if_it_leaves.step > fine_step:
+        fine_step = max(fine_step, _UNIT * bins / tail)  # finer lattices have a larger `_error`
         least, _ = groups[0]
-        above = _mass_above(least, fine * _POINTS / 2)
-        joins = _laws(groups, bins, tail, above, fine)
+        largest_factor = fine_step * _POINTS / 2  # half of the points, as the sum goes beyond it
+        above = _mass_above(least, largest_factor)
+        laws_if_it_joins = _laws(groups, bins, tail=tail, above=above, step=fine_step)
     return PrivacyLossDistribution(
-        _loss_if_it_leaves(leaves, bins, grid, tail), _loss_if_it_joins(joins, bins, grid, tail)
+        _loss_if_it_leaves(laws_if_it_leaves, bins, grid, tail),
+        _loss_if_it_joins(laws_if_it_joins, bins, grid, tail),
     )
 
 
@@ -150,23 +160,25 @@ def _loss_if_it_joins(laws: _Laws, bins: int, grid: float, tail: float) -> Dense
 
 
 def _laws(groups: Groups, bins: int, tail: float, above: float, step: float) -> _Laws:
-    """The laws of the ratio, with factors up to where P has the mass ``above``.
+    """The laws of the ratio S, from the laws of the sum of factors on a lattice.
 
-    The step is larger than given if the lattice needs more than `_POINTS` points.
+    ``above`` is the mass under P of factors above the lattice, and ``tail`` that of sums outside
+    the window. The step is larger than given if the lattice needs more than `_POINTS` points.
     """
     idle = bins - sum(n for _, n in groups)  # bins whose step did not run add 1 to the sum
     step, first, size = _lattice(groups, bins, tail, above, step)
-    # Fourier transforms of laws of the sum of all factors so far: ``sum_q`` under Q, and ``sums_p``
-    # added up over its bins, where the factor of this one bin has its law under P.
+    # Fourier transforms of laws of the sum of all factors so far. ``sum_q`` is under Q. ``sums_p``
+    # adds up one law for each of their bins: as if the example were in that bin, whose factor then
+    # has its law under P, and the other factors theirs under Q.
     sum_q = np.ones(1)
     sums_p = np.zeros(1)
     lost = 0.0
     for z, n in groups:
-        places = np.arange(math.ceil(_largest(z, above) / step) + 1)
-        points = step * places
+        indices = np.arange(math.ceil(_largest(z, above) / step) + 1)
+        points = step * indices
         masses, beyond = _factor(z, points)
         # A factor can exceed the window. The transform repeats outside it.
-        wrapped = places % size
+        wrapped = indices % size
         factor_q = np.fft.rfft(np.bincount(wrapped, masses, size))
         factor_p = np.fft.rfft(np.bincount(wrapped, points * masses, size))
         # The product rule: the bin under P is one of those so far, or one of these n.
@@ -175,7 +187,8 @@ def _laws(groups: Groups, bins: int, tail: float, above: float, step: float) -> 
         sum_q = sum_q * others * factor_q
         lost += n * beyond / bins
     sum_p = (sums_p + idle * sum_q) / bins
-    # The transform holds the point of number k at place k modulo ``size``.
+    # The transform holds lattice point k at index k modulo ``size``. The rolled arrays start at
+    # point ``first``.
     p_masses = np.roll(np.fft.irfft(sum_p, size), -first)
     q_masses = np.roll(np.fft.irfft(sum_q, size), -first)
     sums = step * (first + np.arange(size))
@@ -191,17 +204,21 @@ def _laws(groups: Groups, bins: int, tail: float, above: float, step: float) -> 
 def _lattice(
     groups: Groups, bins: int, tail: float, above: float, step: float
 ) -> tuple[float, int, int]:
-    """The lattice of the sum of factors: its step, the number of its first point, and its size."""
+    """The lattice of the sum of factors: its step, the index of its first point, and its size.
+
+    Point k is at ``k step``. The step is at least the given one.
+    """
     least, _ = groups[0]
     largest = _largest(least, above)
     step = max(step, largest * 2.0**-40)  # floats next to the largest factor are further apart
     low, top = _window(groups, bins, tail, above, step)
+    # Both the window of the sum and the points of a single factor must fit into `_POINTS`.
     coarser = max(top - low, largest) / _POINTS
     if coarser > step:
         step = coarser
-        low, top = _window(groups, bins, tail, above, step)
-    points = (top - low) / step + 4
-    size = 2 ** math.ceil(math.log2(points))
+        low, top = _window(groups, bins, tail, above, step)  # it depends on the step
+    points = (top - low) / step + 4  # both ends are rounded outwards
+    size = 2 ** math.ceil(math.log2(points))  # a power of two, for the transform
     return step, math.floor(low / step), size
 
 
@@ -267,18 +284,23 @@ def _window(
     """
     largest = max(_largest(z, above) for z, _ in groups)
     variance = 0.0  # of X under Q
+    # Moments of factors on a lattice of millions of points take too long. Rounding to 1,000 points
+    # keeps the mean and so, by Jensen's inequality, only raises ``E exp(t L)``: the bounds hold.
     coarse_factors = []
     for z, n in groups:
-        g = np.linspace(-12, 1 / z - float(ndtri(above)), 1000)
+        g = np.linspace(-12, 1 / z - float(ndtri(above)), 1000)  # up to the factor `_largest`
         points = np.exp(g / z - 1 / (2 * z**2))
         points = np.concatenate([[0], points, [points[-1] + step]])
         masses, _ = _factor(z, points)
         coarse_factors.append((n, points, masses))
         variance += n * float(masses @ (points - 1) ** 2)
     deviation = math.sqrt(variance)
+    # The best exponent is a few over the deviation if X is nearly Gaussian, and less if the largest
+    # factors dominate it.
     t = np.geomspace(1e-2 / (deviation + largest), 1e4 / deviation, 400)
     log_q, _ = _log_moments(coarse_factors, bins, -t, step)
     _, log_p = _log_moments(coarse_factors, bins, t, step)
+    # Bounds whose moments overflow are NaN or infinite, and are not chosen.
     low = float(np.nanmax((log_q - math.log(tail)) / -t))
     top = float(np.nanmin((log_p - math.log(tail)) / t))
     return max(0.0, low), top
@@ -287,11 +309,11 @@ def _window(
 def _log_moments(
     factors: list[tuple[int, np.ndarray, np.ndarray]], bins: int, t: np.ndarray, step: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Upper bounds on ``log E exp(t X)`` under Q and under P, ``[t]``.
+    """Upper bounds on ``log E exp(t X)`` of the sum X of factors under Q, and for t > 0 under P.
 
-    ``factors`` has for each group of factors their number, their points and the masses of these.
-    Rounding a factor to a lattice of this ``step`` adds at most ``(t step)^2 / 8`` to the logarithm
-    of its moment (Hoeffding), and at most ``t step`` if it is under P.
+    Both are ``[t]``. ``factors`` has for each group of equal factors their number, their points and
+    the masses of these under Q. Rounding a factor to a lattice of this ``step`` adds at most
+    ``(t step)^2 / 8`` to the logarithm of its moment (Hoeffding), and ``t step`` if it is under P.
     """
     log_q = np.zeros(t.size)
     # Under P one factor, of a uniform bin, is weighted by itself. So the moment under P is that

@@ -94,22 +94,24 @@ def correlated_claim(strategy: Strategy, sampler: Sampler) -> str:
 
 
 def correlated_event(strategy: Strategy, sampler: Sampler, multipliers: np.ndarray) -> dp.DpEvent:
-    """The privacy event of the steps that ran, with these multipliers, of correlated noise."""
+    """The privacy event of the steps that ran under correlated noise, with these multipliers."""
     check_run(f"Mechanism(noise={strategy.name})", strategy, sampler, len(multipliers))
     if is_amplified(strategy, sampler):
         # The participations of one example are separate releases, as with white noise.
         event = sampler.event(multipliers)
+        # A participation moves as many rows of C G as C has bands. Two examples move a common row
+        # only if there are several bands and the run has several cycles.
         if strategy.bands == 1 or len(multipliers) <= sampler.facts["cycle"]:
             return event
-        # The moves of two examples overlap if there are several cycles and several bands. The mark
-        # tells `accounting.for_groups`.
+        # The mark tells `accounting.for_groups` that the examples of a user may overlap in rows.
         return correlated_samples(event)
     if not len(multipliers):
         return dp.NoOpDpEvent()
     # The noise hides all steps of an example together, as one Gaussian with the least multiplier. A
     # run that stops early costs the same.
     least = float(np.min(multipliers))
-    shared = overlaps_of(strategy, sampler)
-    if shared is None:
+    overlaps = overlaps_of(strategy, sampler)
+    if overlaps is None:
         return accounting.gaussian(least)
-    return AllocatedGaussianDpEvent(least, shared)
+    # The bin of an example is random, which costs less the less possible bins overlap.
+    return AllocatedGaussianDpEvent(least, overlaps)

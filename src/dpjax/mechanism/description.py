@@ -41,7 +41,7 @@ from dpjax.schedules import Planned
 from dpjax.strategies import Strategy
 from dpjax.types import Clipping, Key, Neighbours, NoiseMultiplier, Sampler
 
-# A proof for one relation also implies the later ones, with the conversion of `accounting`.
+# A proof for one relation implies a proof for the later ones, by the conversion of `accounting`.
 _STRENGTH = (Neighbours.ADD_OR_REMOVE, Neighbours.ZERO_OUT, Neighbours.REPLACE_ONE)
 
 
@@ -115,6 +115,7 @@ class Mechanism:
         # Multipliers and not an event: a card holds them, and dpjax.verify recomputes the event.
         object.__setattr__(self, "preparation", checked_queries("Mechanism", self.preparation))
         object.__setattr__(self, "before", tuple(self.before))
+        # The proof of each sampler must be for the stated relation, or for one that implies it.
         for sampler in [self.sampling, *[spent.sampling for spent in self.before]]:
             if _STRENGTH.index(self.relation) < _STRENGTH.index(sampler.neighbours):
                 raise ValueError(
@@ -410,8 +411,8 @@ class Mechanism:
             raise ValueError(
                 "Mechanism.calibrate: a noise multiplier is 0, and no factor makes that private."
             )
-        # Bisection tries factors for which the check of adapted bounds raises. The event does not
-        # depend on them: the multiplier is the total.
+        # The search tries factors for which the check of adapted bounds raises. The event does not
+        # depend on adapted bounds, because the multiplier is the total.
         unadapted = dataclasses.replace(self, adaptive=None)
 
         # One factor for the whole schedule keeps its shape, and epsilon is monotone in it.
@@ -427,7 +428,9 @@ class Mechanism:
             target = Target(float(epsilon), float(delta), method)
         elif true_positive_rate is not None and false_positive_rate is not None and not by_epsilon:
             target = Risk(float(true_positive_rate), float(false_positive_rate))
-            factor = accounting.calibrate_risk(make_event, *target, self.relation)
+            factor = accounting.calibrate_risk(
+                make_event, target.true_positive_rate, target.false_positive_rate, self.relation
+            )
         else:
             raise TypeError(
                 "Mechanism.calibrate: expected epsilon and delta, or true_positive_rate and "

@@ -40,9 +40,11 @@ def private(mechanism: Described, key: Key | None) -> optax.GradientTransformati
         **extra: Any,
     ) -> tuple[PyTree, Any]:
         sampler = mechanism.sampling
-        if sampler.most_rows is not None:
+        if sampler.most_rows is not None:  # the sampler draws persons, who may own several rows
             mask = _drawn_units(mask, trees.leading_size(updates), sampler)
-        # The padding of a draw counts as examples if there is no mask.
+        # Without a mask, the padding of a draw counts as examples. `mask=True` is for gradients
+        # without padding. As many gradients as the capacity come from a padded draw, so it is
+        # refused for them.
         full = mask is True and trees.leading_size(updates) == sampler.capacity
         if sampler.padded and (mask is None or full):
             raise ValueError(
@@ -114,10 +116,11 @@ def private_mean(
       key: The noise key of the run.
       step: The number of the step.
       memory: The state of correlated noise.
-      lost: As for `dpjax.noise.link.add_noise`.
+      lost: What the rounding of ``total`` lost, to be added with the noise.
       bound_scale: How much larger the bounds of this step are than the rule's.
-      below: The count that adapted bounds follow, as of `dpjax.clipping.Quantile.below`.
-      in_parts: As for `dpjax.noise.link.add_noise`.
+      below: The count that adapted bounds follow, of `dpjax.clipping.Quantile.below`: each example
+        counts 1/2 if its norm is below the bound, and -1/2 above it.
+      in_parts: Whether a mesh splits the leaves, and each device draws its part of the noise.
     """
     beyond = step >= mechanism.steps
     if not trees.traced(beyond) and beyond:
@@ -137,8 +140,8 @@ def private_mean(
     )
     # The divisor is the expected batch size, a public constant; the drawn size is private.
     # A compiled step cannot raise, so a step beyond the plan fails closed and releases NaN.
-    share = jnp.where(step < mechanism.steps, 1 / mechanism.batch_size, jnp.nan)
-    mean = jax.tree.map(lambda x: x * share.astype(x.dtype), noisy)
+    factor = jnp.where(step < mechanism.steps, 1 / mechanism.batch_size, jnp.nan)
+    mean = jax.tree.map(lambda x: x * factor.astype(x.dtype), noisy)
     if mechanism.adaptive is None:
         return mean, bound_scale, memory
     if below is None:
@@ -147,7 +150,8 @@ def private_mean(
             "dpjax.dpsgd, or privatize with below=quantile.below(rule, norms, mask)."
         )
     # One example moves the count by 1/2, so the deviation of its noise is half the multiplier.
+    # `WIDER` is the factor on all noise that covers the rounding of float32.
     drawn = WIDER * noise.standard_normal(trees.step_key(key, Purpose.COUNT, step), ())
     noisy_count = below + mechanism.count_multiplier / 2 * drawn
-    fraction_below = noisy_count * share + 0.5  # each example counts 1/2 or -1/2
+    fraction_below = noisy_count * factor + 0.5  # from -1/2 to 1/2, moved to 0 to 1
     return mean, mechanism.adaptive.moved(bound_scale, fraction_below), memory

@@ -32,17 +32,18 @@ def paced(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adam with a second moment for each leaf, and a rate that follows from the known noise.
 
-    Noise of standard deviation $\sigma$ is in every private mean. $\hat v_t$ is the mean of the
-    second moments of a leaf, and at least the variance of the noise, so the noise of a step is at
-    most the rate. Rates that fall from $\rho \sqrt{3 / T}$ to 0 over $T$ steps then move a
-    parameter by noise of a standard deviation of at most about $\rho$ in the whole run:
+    Noise of standard deviation $\sigma$ is in every private mean. $\hat m_t$ is Adam's first moment
+    and $\hat v_t$ the mean of its second moments over a leaf, both without bias. The divisor is at
+    least the deviation of the noise, so the noise of a step is at most the rate. Rates that fall
+    from $\rho \sqrt{3 / T}$ to 0 over $T$ steps then move a parameter by noise of a standard
+    deviation of at most about $\rho$ in the whole run:
 
     $$ \theta_{t+1} = \theta_t - \rho \sqrt{3 / T}\, (1 - t / T)\, \hat m_t
        \big/ \sqrt{\max(\hat v_t, \sigma^2)} $$
 
-    Where noise hides the gradient, the path of a run is in proportion to epsilon and to the number
-    of examples. A loss that is multiplied by a number takes the same path, if the rule of the
-    mechanism normalises gradients.
+    Where noise hides the gradient, how far a run moves along it is in proportion to epsilon and to
+    the number of examples. A loss that is multiplied by a number takes the same path, if the rule
+    of the mechanism normalises gradients.
 
     Args:
       mechanism: The mechanism of the run, which knows the noise of each step.
@@ -77,8 +78,8 @@ def paced(
 
     def init(params: PyTree) -> PacedState:
         zeros = trees.zeros_wide(params)  # in the dtype of private means
-        means = jax.tree.map(jnp.mean, zeros)
-        return PacedState(jnp.zeros((), jnp.int32), zeros, means)
+        zero_of_leaf = jax.tree.map(jnp.mean, zeros)
+        return PacedState(jnp.zeros((), jnp.int32), first=zeros, second=zero_of_leaf)
 
     def update(
         updates: PyTree,
@@ -93,7 +94,8 @@ def paced(
         deviations = jnp.stack(mechanism.deviations_on_mean(state.step)) * bound_scale
         variance = jnp.square(jnp.max(deviations))
         first = optax.tree_utils.tree_update_moment(updates, state.first, b1, 1)
-        # One number for each leaf; it is squared here, so both moments are updated by order 1.
+        # The second moment is one number for each leaf. It is squared here, so both moments are
+        # updated by order 1.
         squares = jax.tree.map(lambda g: jnp.mean(jnp.square(g)), updates)
         second = optax.tree_utils.tree_update_moment(squares, state.second, b2, 1)
         step = state.step + 1
@@ -102,9 +104,9 @@ def paced(
         def moved(m: Float[Array, "..."], v: Float[Array, ""]) -> Float[Array, "..."]:
             m_hat = m / (1 - b1**step)
             v_hat = v / (1 - b2**step)
-            square = jnp.maximum(v_hat, variance.astype(v.dtype))
+            floored = jnp.maximum(v_hat, variance.astype(v.dtype))
             # A leaf whose gradients were all 0, without noise, has 0 / 0 here; it does not move.
-            direction = m_hat / jnp.sqrt(jnp.where(square > 0, square, 1))
+            direction = m_hat / jnp.sqrt(jnp.where(floored > 0, floored, 1))
             return (-rate * direction).astype(m.dtype)
 
         updates = jax.tree.map(moved, first, second)

@@ -83,18 +83,18 @@ def plan(
     else:
         count = trees.leading_size(examples, name="examples")
     checks.positive("plan", "epsilon", epsilon)
-    most = math.inf
+    most_examples = math.inf  # of all steps together
     if minutes is not None:
         minutes = checks.positive("plan", "minutes", minutes)
         speed = examples_per_second
         if speed is None:
             speed = speed_of(params)
-        most = 60 * minutes * speed
-    size = size_for(count, epsilon, delta, most)
+        most_examples = 60 * minutes * speed
+    size = size_for(count, epsilon, delta, most_examples)
     uncalibrated = Mechanism(
         sampling=sampling.poisson(count, size.batch),
         clipping=clipping.automatic(1.0),
-        noise_multiplier=1.0,
+        noise_multiplier=1.0,  # any positive number, which `calibrate` scales
         steps=size.steps,
     )
     mechanism = uncalibrated.calibrate(epsilon, delta)
@@ -103,7 +103,7 @@ def plan(
         mechanism=mechanism,
         optimizer=optimizer_for(mechanism),
         reasons=_reasons(
-            mechanism, size, parameters, f"{three_digits(epsilon)} at delta {delta:g}"
+            mechanism, size, parameters, target=f"{three_digits(epsilon)} at delta {delta:g}"
         ),
     )
 

@@ -103,9 +103,10 @@ def size_for(examples: int, epsilon: float, delta: float, most: float = math.inf
 
 
 def other_sizes(examples: int, epsilon: float, delta: float, most: float = math.inf) -> list[Size]:
-    """The planned size, and sizes with a half to eight times its examples.
+    """Sizes for a half to eight times the time of the planned one, which is among them.
 
-    More time goes into larger batches until the noise is that of all examples.
+    Time is the number of examples that all steps compute. More of it makes batches larger, up to
+    all examples. The arguments are as for `size_for`.
     """
     mu = gaussian_parameter(epsilon, delta)
     planned = size_for(examples, epsilon, delta, most)
@@ -113,9 +114,10 @@ def other_sizes(examples: int, epsilon: float, delta: float, most: float = math.
     for factor in (0.5, 1, 2, 4, 8):
         batch = planned.batch * factor
         steps = planned.steps
-        # A plan with fewer steps than usual gets more steps and larger batches in proportion.
+        # If `size_for` took fewer steps than usual to save time, more time goes into both: steps,
+        # up to the usual number, and batches.
         if planned.steps < STEPS and factor > 1:
             steps = min(STEPS, round(planned.steps * factor**0.5))
             batch = planned.examples * factor / steps
         others.append(sized(examples, batch, steps, mu))
-    return list(dict.fromkeys(others))
+    return list(dict.fromkeys(others))  # sizes with batches of all examples may be equal
