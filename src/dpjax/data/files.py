@@ -21,8 +21,8 @@ from dpjax.data.sources import Source
 _OF_ARROW = (".parquet", ".arrow", ".feather")
 _LISTED = 10  # faults of a table in one error
 _PARTS = ("train", "test")
-# The names of the arrays of images and labels, where {} is the part: those of Keras, of Keras with
-# encoded images, and of MedMNIST.
+# The names of the arrays of images and labels, where {} is the part: as Keras names them, also
+# encoded images, and as MedMNIST does.
 _LAYOUTS = (("x_{}", "y_{}"), ("png_{}", "y_{}"), ("jpeg_{}", "y_{}"), ("{}_images", "{}_labels"))
 
 

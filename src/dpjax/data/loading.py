@@ -69,7 +69,7 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset[S
             return checked(read(name, source, path), source.shape, str(path))
     parts = {part: _whole(rows) for part, rows in _from_tfds(name, source, folder).items()}
     if source.classes is None:
-        # A table comes as one part, of which `table` splits off the rows for the test.
+        # A table comes as one part, and `table` splits the rows for the test off it.
         dataset = table(name, source, *parts["train"])
     else:
         dataset = Dataset(name, parts["train"], parts["test"], source.classes, source.note)

@@ -32,6 +32,16 @@ class Local(NamedTuple):
     """The rule with the bounds onto which each local step projects the update, if any."""
 
 
+class _State(NamedTuple):
+    """The carry of the loop over batches."""
+
+    losses: Float[Array, ""]
+    """The sum of the mean losses of all batches so far."""
+    update: PyTree
+    """The client's parameters minus the server's."""
+    optimizer: Any
+
+
 def trained(
     local: Local, params: PyTree, clients: Clients, index: Int[Array, ""], key: Key
 ) -> tuple[Float[Array, ""], PyTree]:
@@ -50,6 +60,7 @@ def trained(
     carry = _State(jnp.zeros(()), trees.zeros_wide(params), optimizer_state)
 
     def epoch(number: Int[Array, ""], carry: _State) -> _State:
+        """One pass over all batches of the client's rows, in a random order of this epoch."""
         # Sorting random numbers puts the client's rows in a random order, with padding behind them,
         # whose number 2 is above all others. The number of rows is traced, and
         # jax.random.permutation needs a constant.
@@ -60,7 +71,7 @@ def trained(
         def batch(batch_number: Int[Array, ""], carry: _State) -> _State:
             first = batch_number * size
             places = first + jnp.arange(size)  # in ``order``, [size]
-            real = places < count
+            real = places < count  # the others are padding of the last batch
             # Padding repeats a row of the same client, so it is finite if the client's rows are.
             rows = start + order[jnp.where(real, places, first)]
             examples = jax.tree.map(lambda x: x[rows], clients.examples)
@@ -72,20 +83,10 @@ def trained(
     return carry.losses / jnp.maximum(batches * local.epochs, 1), carry.update
 
 
-class _State(NamedTuple):
-    """The carry of the loop over batches."""
-
-    losses: Float[Array, ""]
-    """The sum of the mean losses of all batches so far."""
-    update: PyTree
-    """The client's parameters minus the server's."""
-    optimizer: Any
-
-
 def _after_batch(
     local: Local, params: PyTree, examples: PyTree, real: Bool[Array, " size"], carry: _State
 ) -> _State:
-    """One step of the client's optimizer, on the mean loss of one batch.
+    """The carry after one step of the client's optimizer, on the mean loss of one batch.
 
     ``params`` are the server's, and ``real`` is False for padding.
     """
@@ -94,6 +95,7 @@ def _after_batch(
     def mean_loss(params: PyTree) -> Float[Array, ""]:
         losses = jax.vmap(local.loss, (None, 0))(params, examples)
         losses = losses.astype(jnp.float32)
+        # A batch has a real row. Under `jax.vmap` those after a client's last one are discarded.
         return jnp.sum(jnp.where(real, losses, 0)) / jnp.sum(real).astype(losses.dtype)
 
     # XLA on CPU compiles gradients of convolutions inside a loop to naive loops; `fast` avoids it.
@@ -103,8 +105,8 @@ def _after_batch(
     )
     update = jax.tree.map(lambda u, c: u + c.astype(u.dtype), carry.update, change)
     if local.within is not None:
-        # The update is clipped like one example, so groups and norms mean the same as in the step.
-        # `clip` returns the sum over the rows, which is again one update.
+        # The update is clipped like the gradient of one example, so groups and norms are those of
+        # the server's step. `clip` returns the sum over the rows, which is again one update.
         one_row = jax.tree.map(lambda x: x[None], update)
         update, _, _ = clipping.clip(_ball(local.within, params), one_row)
     return _State(carry.losses + loss, update, optimizer_state)
