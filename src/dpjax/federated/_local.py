@@ -95,7 +95,8 @@ def _after_batch(
     def mean_loss(params: PyTree) -> Float[Array, ""]:
         losses = jax.vmap(local.loss, (None, 0))(params, examples)
         losses = losses.astype(jnp.float32)
-        # A batch has a real row. Under `jax.vmap` those after a client's last one are discarded.
+        # Each batch has a real row. Under `jax.vmap`, the steps after a client's last batch, which
+        # have none, are discarded.
         return jnp.sum(jnp.where(real, losses, 0)) / jnp.sum(real).astype(losses.dtype)
 
     # XLA on CPU compiles gradients of convolutions inside a loop to naive loops; `fast` avoids it.
@@ -105,8 +106,8 @@ def _after_batch(
     )
     update = jax.tree.map(lambda u, c: u + c.astype(u.dtype), carry.update, change)
     if local.within is not None:
-        # The update is clipped like the gradient of one example, so groups and norms are those of
-        # the server's step. `clip` returns the sum over the rows, which is again one update.
+        # The update is clipped like the gradient of one example, so groups and norms mean the same
+        # as in the server's step. `clip` returns the sum over the rows, which is again one update.
         one_row = jax.tree.map(lambda x: x[None], update)
         update, _, _ = clipping.clip(_ball(local.within, params), one_row)
     return _State(carry.losses + loss, update, optimizer_state)

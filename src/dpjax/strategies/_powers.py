@@ -6,8 +6,9 @@ With poles $\lambda_i$ and zeros $\theta_i$ the series of the matrix C is
 $$ c(x) = \prod_i \frac{1 - \theta_i x}{1 - \lambda_i x}, \qquad
    c_0 = 1, \quad c_k = \sum_i A_i \lambda_i^k \text{ for } k \ge 1. $$
 
-So the coefficients of c, and of the errors $W / c$, are sums of powers, and sums of their squares
-are geometric sums: one evaluation costs as little for 100,000 steps as for 100. Powers are written
+The errors are the series $W / c$ with the workload $W(x) = 1 / ((1 - x) (1 - \beta x))$ of a
+momentum $\beta$. So the coefficients of both are sums of powers, and sums of their squares are
+geometric sums: one evaluation costs as little for 100,000 steps as for 100. Powers are written
 $e^{-\rho}$ with rates $\rho$, which keeps all digits of differences between powers close to 1.
 
 Gradients come from steps in imaginary directions: $f(x + i h) \approx f(x) + i h f'(x)$ has no
@@ -85,9 +86,9 @@ def _poles_and_zeros(logs_of_gaps: np.ndarray, steps: int) -> tuple[Rates, Rates
 
 
 def variance(poles: Rates, zeros: Rates, steps: int, workload: Workload, error: str) -> Values:
-    r"""The mean or maximal variance of the workload, whose errors are the series W / c.
+    r"""The mean or maximal variance of the parameters, from the errors W / c of all steps.
 
-    Coefficient $\tau$ of this series is $\sum_i w_i p_i^\tau$ with weights $w_i$; the powers
+    Coefficient $\tau$ of the errors is $\sum_i w_i p_i^\tau$ with weights $w_i$; the powers
     $p_i = e^{-\rho_i}$ are 1, the momentum and the zeros. The variance of step t is
     $\sum_{ij} w_i w_j \sum_{\tau \le t} (p_i p_j)^\tau$. It grows with t, so the last one is the
     maximal one.

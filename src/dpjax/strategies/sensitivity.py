@@ -181,14 +181,14 @@ def _largest_cycle(diagonals: Sequence[np.ndarray], participation: Participation
     longest = -(-steps // apart)  # the number of steps in a whole cycle
     # Entry [m, r] is the sum of the pattern whose first step is m b + r.
     sums = np.zeros((longest - most + 1, apart))
-    for distance, products in enumerate(diagonals[:most]):  # k
+    for k, products in enumerate(diagonals[:most]):
         # Column r holds the steps r, r + b, ... of one cycle, and a pattern is a window of it.
         padded = np.pad(products, (0, longest * apart - len(products)))
         cycles = padded.reshape(longest, apart)
-        # A pattern has ``most - distance`` pairs of steps k b apart: [m, r, pairs].
-        windows = np.lib.stride_tricks.sliding_window_view(cycles, most - distance, axis=0)
+        # A pattern has ``most - k`` pairs of steps that are k b apart: [m, r, pairs].
+        windows = np.lib.stride_tricks.sliding_window_view(cycles, most - k, axis=0)
         collected = np.sum(windows[: len(sums)], axis=-1)
-        if distance > 0:
+        if k > 0:
             collected *= 2  # entries above and below the diagonal
         sums += collected
     return float(np.max(sums))

@@ -155,12 +155,13 @@ class Tree(Strategy):
             # The sum of a left sibling is known, and that of a right one is still random.
             sibling_variance = numpy.where(is_right, 0.0, variance_of_right)
             from_parent = precision / (1 + precision * sibling_variance)
-            share = from_parent / (from_parent + 1)  # of the mean that the row of H leaves
+            share = from_parent / (from_parent + 1)  # the row of H multiplies the mean by it
             # The node's sum is the parent's sum minus the sibling's. So the sum of a left sibling
             # has a negative weight.
             weights = [weight * share for weight in weights]
             weights[level] = -share * is_right
             precision = from_parent + 1
+        # The matrix is computed in float64, and the stream runs in float32.
         dtype = np.float64 if numpy is np else np.float32
         return numpy.asarray(weights, dtype=dtype), precision
 
