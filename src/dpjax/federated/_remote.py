@@ -198,7 +198,7 @@ def remote_rounds(
     clients = len(population)
     recipe = Recipe(
         name=call,
-        # The number 0, whose gradient is minus the update.
+        # This loss is 0, and its gradient is minus the update.
         loss=lambda params, reply: with_update(params, reply.update),
         # The mean divides by the public total of the shares.
         optimizer=scaled(optimizer, clients / weights.total_share),
@@ -208,7 +208,7 @@ def remote_rounds(
         # One reply is in memory at a time.
         microbatch_size=1,
         mesh=meshes.of(),  # that of `jax.set_mesh`, or of all processes
-        sizes=lambda replies: replies.usable,
+        sizes=lambda replies: replies.usable,  # 0 masks a row
     )
     facts = {**identity, "weights": {"total": weights.total_share}}
     algorithm = assemble(recipe, Replies(population), facts, budget=budget, info=_remote_info)
@@ -228,6 +228,7 @@ def remote_rounds(
         after, infos = run(trees.copy(state), 1)
         return after, jax.tree.map(lambda rounds: rounds[0], infos)
 
+    # The statement of a run names this factor, because it is not in the mechanism.
     scaled_by = None
     if weights.total_share != clients:
         scaled_by = "the total of weights"

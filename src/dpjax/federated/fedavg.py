@@ -144,6 +144,7 @@ def fedavg(
         # `init` checks the loss of one example by these: the step sees only the loss of a client.
         of_one=(loss, trees.one_row(clients.examples)),
     )
+    # The statement of a run names this factor, because it is not in the mechanism.
     scaled_by = None
     if weights.total_share != len(clients):
         scaled_by = "the total of weights"

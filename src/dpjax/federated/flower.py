@@ -157,6 +157,7 @@ class PrivateStrategy:
             logging.warning("%s: the metrics of clients are not private: no noise.", _CALL)
 
         def evaluate(state: State) -> dict[str, Any]:
+            """The metrics of the model after a round, for its row of the log."""
             number = int(state.step)
             numbers = {}
             if evaluate_fn is not None:

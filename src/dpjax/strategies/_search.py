@@ -44,7 +44,7 @@ def variance(steps: int, workload: Workload, error: str) -> Callable[[Series], V
         form = remaining if error == "mean" else np.ones(steps)
 
     def variance_of(inverse: Series) -> Valued:
-        errors = _series.filtered([1.0], denominator, inverse)
+        errors = _series.filtered([1.0], denominator, inverse)  # e
         weighted = form * errors if form.ndim == 1 else form @ errors
         gradient = 2 * _transposed_filter(denominator, weighted)
         return float(weighted @ errors), gradient

@@ -94,8 +94,8 @@ def banded(
       participation: Which steps one example may have; by default `once`. With at least ``bands``
         steps between them the sensitivity is exact for any coefficients. Otherwise coefficients
         must decrease.
-      momentum: As for `Strategy.errors`.
-      learning_rates: As for `Strategy.errors`; at most 4,096 steps.
+      momentum: The decay of SGD with momentum.
+      learning_rates: One for each step, of at most 4,096 steps; by default 1 at each.
       error: "mean" as above, or "maximal" for the largest squared row norm in place of the mean.
       normalized: Whether the last columns are scaled to the norm of the others, which lowers the
         mean error a little. By default where the participation allows it.
