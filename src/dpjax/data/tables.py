@@ -116,7 +116,7 @@ def table(
     else:
         public = opened(test, "data.table")
         check_columns(public, forms, allowed=[unit])  # persons are not read
-        in_test = np.zeros(len(owners), bool)
+        in_test = np.zeros(len(owners), bool)  # no private row
         test_rows = _numbers(public, declared, cells_of(public, readers(forms)))
         held_out = HeldOut(public=True)
         split = "the test rows are public"

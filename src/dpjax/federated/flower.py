@@ -245,13 +245,13 @@ class _Link:
         waiting = self._pushed(kind, number, content, clients)  # clients by the ids of messages
         deadline = time.monotonic() + self.timeout
         while waiting and time.monotonic() < deadline:
-            for message in list(waiting):
-                replies = list(self.grid.pull_messages([message]))
+            for identifier in list(waiting):
+                replies = list(self.grid.pull_messages([identifier]))
                 for reply in replies:
                     if reply.has_content():  # otherwise it reports an error
-                        yield waiting[message], reply.content
+                        yield waiting[identifier], reply.content
                 if replies:
-                    del waiting[message]
+                    del waiting[identifier]
             if waiting:
                 time.sleep(_POLL)
 
