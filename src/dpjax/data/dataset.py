@@ -105,21 +105,22 @@ def hold_out(split: Split, size: int) -> tuple[Split, Split]:
 
 
 def units_held_out(call: str, units: int, fraction: float | None) -> np.ndarray:
-    """The numbers of the rows or persons that are held out for the test, by a fixed shuffle.
+    """The units that are held out for the test by a fixed shuffle, as indices below ``units``.
 
-    ``fraction`` is 0.2 if it is None. A fraction above 0 holds out at least one unit.
+    A unit is a row, or a person with all rows. ``fraction`` is 0.2 if it is None; 0 holds out no
+    unit, and a larger one at least one. ``call`` begins an error.
     """
     if fraction is None:
         fraction = 0.2
     fraction = checks.not_negative(call, "holdout", fraction)
     if fraction >= 1:
         raise ValueError(f"{call}: holdout={fraction:g}; expected a fraction from 0 to below 1.")
-    numbers = np.arange(units)
+    indices = np.arange(units)
     if fraction == 0:
-        return numbers[:0]
+        return indices[:0]  # `hold_out` takes 1 or more
     size = max(1, int(units * fraction))
-    # `hold_out` splits pairs of arrays; here both are the numbers.
-    _, (held, _) = hold_out((numbers, numbers), size)
+    # `hold_out` splits pairs of arrays; here both are the indices.
+    _, (held, _) = hold_out((indices, indices), size)
     return held
 
 
@@ -163,7 +164,10 @@ def checked(dataset: Dataset[_Train], shape: tuple[int, ...], where: str) -> Dat
 
 
 def _fault(x: np.ndarray, y: np.ndarray, shape: tuple[int, ...], classes: int | None) -> str | None:
-    """The first fault of a part, in words; None if it has none."""
+    """The first fault of inputs and targets, in words; None if they have none.
+
+    ``shape`` is that of one input, and ``classes`` is None if the target is a quantity.
+    """
     if not len(y) or len(x) != len(y):
         return f"{len(x)} inputs and {len(y)} targets"
     fault = _fault_of_shape(x.shape[1:], shape)

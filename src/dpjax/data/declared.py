@@ -89,9 +89,13 @@ def _date(since: Any, days: float, fill: Any = None, format: str | None = None) 
 
 
 def _category(values: Sequence[Any], other: bool = False, fill: Any = None) -> Column:
-    """One-hot features: one for each word of ``values``, and with ``other`` one for all others."""
+    """One-hot features: one for each word of ``values``, and with ``other`` one for all others.
+
+    A gap has the features of the word ``fill``. Without ``fill`` it is one of the others, or an
+    error if there is no ``other``.
+    """
     words: tuple[str, ...] = ()
-    if not isinstance(values, str):  # which is a sequence too, of letters
+    if not isinstance(values, str):  # a string is a sequence too, of letters
         words = tuple(map(text, values))
     if not words or len({*words}) < len(words):
         raise ValueError(f"values are {values!r}; expected a list of different words")
@@ -107,9 +111,9 @@ def _category(values: Sequence[Any], other: bool = False, fill: Any = None) -> C
             raise ValueError(f"{word!r}; expected one of {', '.join(words)}")
         return tuple(one_hot)
 
-    column = Column(numbers, tuple(parts), words)
+    column = Column(numbers, parts=tuple(parts), values=words)
     if other and fill is None:
-        return column  # a gap is an other word
+        return column  # `numbers` encodes a gap as any other word that is not listed
     return column.filled(fill)
 
 

@@ -116,29 +116,29 @@ class Columns(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table by column; ``call`` begins its errors."""
+    """A table by column."""
 
-    name: str
-    call: str
-    columns: Any  # indexed by the names
-    names: list[str]
+    name: str  # of the data set that is made of it
+    call: str  # begins an error
+    columns: Any  # a frame or a mapping: ``columns[name]`` iterates over the cells of a column
+    names: list[str]  # of the columns
 
 
 def opened(frame: Any, call: str) -> Table:
-    """Reads the table of a path; frames and mappings stay as they are."""
+    """The table of a path, a frame or a mapping; ``call`` begins an error."""
     name = "table"
     if isinstance(frame, str | os.PathLike):
         path = Path(frame)
         name = path.stem
         call = f"{call}({os.fspath(frame)!r})"
         header, rows = read_table(path, call)
-        # Rows become columns.
         frame = {column: [row[place] for row in rows] for place, column in enumerate(header)}
     if hasattr(frame, "column_names"):  # a table of Arrow, whose `columns` are not names
         frame = frame.to_pydict()
-    # A frame of pandas may have a name twice, and one of Polars iterates over its columns.
-    names = distinct(list(getattr(frame, "columns", frame)), call)
-    return Table(name, call, frame, names)
+    # A frame of pandas or Polars has its names in `columns`; a mapping iterates over them.
+    names = list(getattr(frame, "columns", frame))
+    # A frame of pandas may have a name twice.
+    return Table(name, call, columns=frame, names=distinct(names, call))
 
 
 def check_columns(
@@ -160,22 +160,23 @@ def check_columns(
         raise ValueError(f"{listed(table.call, unknown)} {hint}")
 
 
-def cells_of(table: Table, reads: Mapping[str, Callable[[str], Any]]) -> dict[str, list[Any]]:
-    """The values of columns, a list for each; ``reads`` maps the text of a cell to its value.
+def cells_of(table: Table, reader_of: Mapping[str, Callable[[str], Any]]) -> dict[str, list[Any]]:
+    """The values of the cells of each column that ``reader_of`` names, in the order of the rows.
 
-    An error lists the first ten cells that break their declaration.
+    The reader of a column maps the text of a cell to its value, and raises a ValueError if the cell
+    breaks the declaration. The error of the table lists the first ten of these cells, row by row.
     """
-    cells: dict[str, list[Any]] = {name: [] for name in reads}
+    cells: dict[str, list[Any]] = {name: [] for name in reader_of}
     faults: list[tuple[int, str]] = []  # the number of a row, and the fault in it
-    for name, read in reads.items():
+    for name, read in reader_of.items():
         for row, cell in enumerate(table.columns[name], 1):
             try:
                 cells[name].append(read(text(cell)))
             except ValueError as fault:
                 faults.append((row, f"row {row}, column {name!r}: {fault}"))
     if faults:
-        by_row = sorted(faults, key=operator.itemgetter(0))
-        raise ValueError(listed(table.call, [words for _, words in by_row]))
+        by_row = sorted(faults, key=operator.itemgetter(0))  # before: column by column
+        raise ValueError(listed(table.call, [fault for _, fault in by_row]))
     return cells
 
 

@@ -21,29 +21,30 @@ from dpjax.data.sources import Source
 _OF_ARROW = (".parquet", ".arrow", ".feather")
 _LISTED = 10  # faults of a table in one error
 _PARTS = ("train", "test")
-# The names of a part's inputs and labels: Keras's, Keras's with encoded images, and MedMNIST's.
+# The names of the arrays of images and labels, where {} is the part: as Keras names them, also
+# encoded images, and as MedMNIST does.
 _LAYOUTS = (("x_{}", "y_{}"), ("png_{}", "y_{}"), ("jpeg_{}", "y_{}"), ("{}_images", "{}_labels"))
 
 
 def read(name: str, source: Source, path: Path) -> Dataset[Split]:
-    """A data set from its file."""
+    """The data set ``name`` from its file: a table in a ``.csv``, or images in an ``.npz``."""
     call = f"data.load({name!r}): {path}"
     if path.suffix == ".csv":
         header, words = read_table(path, call)
         rows = numbers(header, words, call)
         return table(name, source, rows[:, :-1], rows[:, -1])  # the target is the last column
     arrays = read_arrays(path, f"data.load({name!r})")
-    for images, labels in _LAYOUTS:
-        expected = {key.format(part) for part in _PARTS for key in (images, labels)}
+    for image_key, label_key in _LAYOUTS:
+        expected = {key.format(part) for part in _PARTS for key in (image_key, label_key)}
         # A file may hold further arrays.
         if expected <= set(arrays):
             parts = []
             for part in _PARTS:
-                x = unit(_pixels(arrays, images, part, call), call)
-                y = whole(arrays[labels.format(part)], call)
+                x = scaled_images(_pixels(arrays, image_key, part, call), call)
+                y = int_labels(arrays[label_key.format(part)], call)
                 parts.append((x, y))
             train, test = parts
-            note = _note(arrays, images) or source.note
+            note = _note(arrays, image_key) or source.note
             return Dataset(name, train, test, source.classes, note)
     raise ValueError(f"{call} holds {sorted(arrays)}; expected x_train, y_train, x_test, y_test.")
 
@@ -54,14 +55,15 @@ def is_table(path: Path) -> bool:
 
 
 def read_table(path: Path, call: str) -> tuple[list[str], list[list[str]]]:
-    """The names of the columns of a table, and its rows as words."""
+    """The names of the columns of a table, and its rows, with each cell as a word."""
     if path.suffix in _OF_ARROW:
         header, rows = _read_arrow(path, call)
     else:
         header, rows = _read_csv(path, call)
     header = distinct([name.strip() for name in header], call)
-    # A table without names loses its first row; pandas writes its index without a name.
-    if len(header) < 2 or "" in header or any(reads(float, name) for name in header):
+    # If a name is a number, the first line is a row of a table without names. An empty name is that
+    # of the index, which pandas writes as a column.
+    if len(header) < 2 or "" in header or any(parses(float, name) for name in header):
         raise ValueError(
             f"{call}: expected the names of at least two columns: df.to_csv(path, index=False)."
         )
@@ -76,7 +78,7 @@ def read_table(path: Path, call: str) -> tuple[list[str], list[list[str]]]:
 
 
 def _read_csv(path: Path, call: str) -> tuple[list[str], list[list[str]]]:
-    """The first line as names, and the others as rows; empty lines are left out."""
+    """The cells of the first line, which are names, and of each other line that is not empty."""
     try:
         content = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -106,13 +108,13 @@ def _read_arrow(path: Path, call: str) -> tuple[list[str], list[list[str]]]:
     import pyarrow
     from pyarrow import feather, parquet
 
-    read = parquet.read_table
+    reader = parquet.read_table
     if path.suffix != ".parquet":
-        read = feather.read_table  # the file format of Arrow, under either name
+        reader = feather.read_table  # .arrow and .feather are one format
     try:
         # A path that is missing is an OSError with its name, as for a `.csv`.
         with open(path, "rb") as file:
-            table = read(file)
+            table = reader(file)
     except pyarrow.ArrowException as error:
         raise ValueError(f"{call}: expected a table of Parquet or Arrow ({error}).") from error
     columns = [map(text, column.to_pylist()) for column in table.columns]
@@ -153,7 +155,7 @@ def numbers(header: list[str], rows: list[list[str]], call: str) -> np.ndarray:
     return values
 
 
-def unit(x: np.ndarray, where: str) -> np.ndarray:
+def scaled_images(x: np.ndarray, where: str) -> np.ndarray:
     """Images as float32 in [0, 1] with a channel axis."""
     scaled = x.dtype.kind == "f" and not (x.size and (x.min() < 0 or x.max() > 1))
     if x.ndim not in (3, 4) or not (scaled or x.dtype == np.uint8):
@@ -161,10 +163,10 @@ def unit(x: np.ndarray, where: str) -> np.ndarray:
             f"{where}: got images {x.dtype}{list(x.shape)}; expected bytes, or numbers in [0, 1], "
             "[examples, height, width, channels]."
         )
-    return floats(x)
+    return float_images(x)
 
 
-def floats(x: np.ndarray) -> np.ndarray:
+def float_images(x: np.ndarray) -> np.ndarray:
     """Images as float32 with a channel axis; bytes are scaled to [0, 1]."""
     images = x.astype(np.float32)
     if x.ndim == 3:
@@ -175,7 +177,7 @@ def floats(x: np.ndarray) -> np.ndarray:
     return images
 
 
-def column(y: np.ndarray) -> np.ndarray:
+def flat_labels(y: np.ndarray) -> np.ndarray:
     """Labels as ``[examples]``, also those stored as one column."""
     # A one-hot row of several classes is not a label.
     if y.ndim == 2 and y.shape[1] == 1:
@@ -183,9 +185,9 @@ def column(y: np.ndarray) -> np.ndarray:
     return y
 
 
-def whole(y: np.ndarray, call: str) -> np.ndarray:
+def int_labels(y: np.ndarray, call: str) -> np.ndarray:
     """Labels as int32, ``[examples]``; refuses one-hot rows, and numbers that int32 changes."""
-    labels = column(y)
+    labels = flat_labels(y)
     good = labels.ndim == 1 and labels.dtype.kind in "biuf"
     with np.errstate(invalid="ignore"):  # NaN, which equals no number
         good = good and np.array_equal(labels, labels.astype(np.int32))
@@ -203,8 +205,8 @@ def table(name: str, source: Source, x: np.ndarray, y: np.ndarray) -> Dataset[Sp
     return Dataset(name, *hold_out(rows, source.test_size), source.classes, source.note)
 
 
-def reads(read: Callable[[str], Any], word: str) -> bool:
-    """Whether a function takes a word, and raises no ValueError."""
+def parses(read: Callable[[str], Any], word: str) -> bool:
+    """Whether ``read`` takes a word, and raises no ValueError."""
     try:
         read(word)
     except ValueError:
@@ -212,27 +214,28 @@ def reads(read: Callable[[str], Any], word: str) -> bool:
     return True
 
 
-def _note(arrays: Mapping[str, np.ndarray], images: str) -> str:
-    if images == "jpeg_{}":
+def _note(arrays: Mapping[str, np.ndarray], image_key: str) -> str:
+    if image_key == "jpeg_{}":
         return "lossy: decoded from JPEG copies"
     # A lossless file lists the images that exist only as lossy copies.
     lossy = sum(arrays[key].size for key in ("lossy_train", "lossy_test") if key in arrays)
     return f"{lossy} of the images are lossy copies" if lossy else ""
 
 
-def _pixels(arrays: Mapping[str, np.ndarray], images: str, part: str, call: str) -> np.ndarray:
+def _pixels(arrays: Mapping[str, np.ndarray], image_key: str, part: str, call: str) -> np.ndarray:
     """The images of a part, ``[examples, height, width]`` and channels, if there are several.
 
-    JPEG and PNG streams lie in one buffer, one behind the other.
+    ``image_key`` is the name of their array, as in `_LAYOUTS`. Images that are encoded as JPEG or
+    PNG lie in one buffer of bytes, one behind the other.
     """
-    x = arrays[images.format(part)]
-    if images not in ("png_{}", "jpeg_{}"):
+    x = arrays[image_key.format(part)]
+    if image_key not in ("png_{}", "jpeg_{}"):
         return x
     checks.importable(call, "PIL")
     from PIL import Image
 
     buffer = x.tobytes()
-    # Each offset is where an image begins; the last one is the end of the buffer.
+    # An image begins at each offset but the last, which is the end of the buffer.
     offsets = arrays[f"offsets_{part}"].tolist()
     decoded = []
     try:

@@ -18,7 +18,7 @@ import numpy as np
 from dpjax import checks
 from dpjax._stream import Stream
 from dpjax.data.dataset import Dataset, Split, checked, hold_out
-from dpjax.data.files import read, table, unit
+from dpjax.data.files import read, scaled_images, table
 from dpjax.data.sources import SOURCES, Source
 
 NAMES: tuple[str, ...] = ("digits", *SOURCES)
@@ -69,7 +69,7 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset[S
             return checked(read(name, source, path), source.shape, str(path))
     parts = {part: _whole(rows) for part, rows in _from_tfds(name, source, folder).items()}
     if source.classes is None:
-        # A table has only one part.
+        # A table comes as one part, and `table` splits the rows for the test off it.
         dataset = table(name, source, *parts["train"])
     else:
         dataset = Dataset(name, parts["train"], parts["test"], source.classes, source.note)
@@ -90,7 +90,7 @@ def stream(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset
       The data set; ``train`` is a `Stream` of ``(image in [0, 1], label)``, and ``test`` is in
       memory. For other data sets, make a `Stream` yourself.
     """
-    # The embedded digits and the tables are small.
+    # The embedded digits and the tables, which have no classes, are small.
     if name == "digits" or _source(name, "stream").classes is None:
         raise ValueError(f"data.stream({name!r}): it fits into memory. Use data.load({name!r}).")
     source = SOURCES[name]
@@ -111,18 +111,18 @@ def _whole(rows: Stream) -> Split:
 
 
 def _folder(data_dir: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
-    """The folder that the caller or the environment names; a missing folder is an error."""
-    named = "data_dir"
+    """The folder that the caller or the environment names, or None; it must exist."""
+    origin = "data_dir"
     folder = data_dir
+    # An empty name counts as none, because Path("") is the current folder.
     if not folder:
-        # Empty is unset: Path("") is the current folder.
-        named = "DPJAX_DATA_DIR"
-        folder = os.environ.get(named)
+        origin = "DPJAX_DATA_DIR"
+        folder = os.environ.get(origin)
     if not folder:
         return None
     # Otherwise a misspelt folder starts a download into a new folder of that name.
     if not Path(folder).is_dir():
-        raise FileNotFoundError(f"data.load: {named} is {str(folder)!r}; there is no such folder.")
+        raise FileNotFoundError(f"data.load: {origin} is {str(folder)!r}; there is no such folder.")
     return folder
 
 
@@ -144,7 +144,10 @@ def _digits() -> Dataset[Split]:
 def _from_tfds(
     name: str, source: Source, folder: str | os.PathLike[str] | None
 ) -> dict[str, Stream]:
-    """The parts of a data set that TensorFlow Datasets has, or downloads; raises if it cannot."""
+    """The parts of a data set, such as "train", from TensorFlow Datasets; downloads if necessary.
+
+    ``source.tfds`` is the name of the data set there, or None.
+    """
     fault = "it has no such data set"
     if source.tfds is not None:
         example = functools.partial(_image, classes=source.classes)
@@ -183,7 +186,7 @@ def _image(record: Mapping[str, Any], *, classes: int | None) -> Split:
     label = int(record["label"])
     if classes is not None and not 0 <= label < classes:
         raise ValueError(f"its label is {label}; expected 0 to {classes - 1}")
-    image = unit(np.asarray(record["image"])[None], "TensorFlow Datasets")[0]
+    image = scaled_images(np.asarray(record["image"])[None], "TensorFlow Datasets")[0]
     return image, np.asarray(label, np.int32)
 
 

@@ -15,7 +15,14 @@ from dpjax._arrays import native
 from dpjax._files import read_arrays
 from dpjax.data.dataset import Dataset, Split, units_held_out
 from dpjax.data.declared import GAPS
-from dpjax.data.files import column, floats, is_table, numbers, read_table, whole
+from dpjax.data.files import (
+    flat_labels,
+    float_images,
+    int_labels,
+    is_table,
+    numbers,
+    read_table,
+)
 from dpjax.types import HeldOut
 
 
@@ -73,7 +80,7 @@ def load_file(
     parts = list(private.parts)
     if test is not None:
         parts.append(_public(Path(test), private))
-    # The labels of both parts are numbered together.
+    # The words of both parts are numbered together, so a word is the same class in each.
     labels, names, count = _numbered([y for _, y in parts], classes, call)
     inputs = [_inputs(x, call) for x, _ in parts]
     shapes = {x.shape[1:] for x in inputs}
@@ -86,17 +93,19 @@ def load_file(
         notes.append(f"the label is column {private.label!r}")
     if len(splits) == 2:
         train, test_rows = splits
-        held_out = HeldOut(len(labels[1]))
+        # A test part of the same file is private too, so its rows count as held out.
+        held_out = HeldOut(units=len(labels[1]))
         if test is not None:
             held_out = HeldOut(public=True)
             notes.append("the test rows are public")
     else:
         x, y = splits[0]
         held = units_held_out(call, len(y), holdout)
+        # `held` is shuffled. A mask keeps the rows in the order of the file.
         in_test = np.isin(np.arange(len(y)), held)
         train = (x[~in_test], y[~in_test])
         test_rows = (x[in_test], y[in_test])
-        held_out = HeldOut(len(held))
+        held_out = HeldOut(units=len(held))
         notes.append(f"{len(held)} of {len(y)} rows are held out for the test")
     note = f"({'; '.join(notes)})" if notes else ""
     return Dataset(
@@ -117,7 +126,7 @@ def load_inputs(path: str | os.PathLike[str], columns: Sequence[str] = ()) -> np
     Args:
       path: A file of `load_file`'s formats. In an ``.npz`` the array ``x`` is read, or ``x_test``.
       columns: The columns of a table, as `Dataset.columns` of the data set that was trained on has
-        them; other columns are not read.
+        them; other columns are not read. An ``.npz`` needs none.
 
     Example:
       >>> import pathlib, tempfile
@@ -189,7 +198,7 @@ def _arrays(path: Path, call: str) -> list[Split]:
 
 
 def _paired(x: np.ndarray, y: np.ndarray, call: str) -> Split:
-    labels = column(y)
+    labels = flat_labels(y)
     numbers_in_rows = x.ndim > 1 and x.dtype.kind in "biuf"
     if not numbers_in_rows or labels.shape != x.shape[:1] or len(labels) < 2:
         raise ValueError(
@@ -200,7 +209,10 @@ def _paired(x: np.ndarray, y: np.ndarray, call: str) -> Split:
 
 
 def _table(path: Path, label: str | None, call: str) -> _File:
-    """A table as inputs and labels; the column ``label`` has the labels."""
+    """A table as inputs and labels.
+
+    ``label`` is the column of the labels; by default one of this name in any case, or the last.
+    """
     header, rows = read_table(path, call)
     if label is not None and label not in header:
         raise ValueError(f"{call}: label={label!r}; expected one of {', '.join(header)}.")
@@ -222,8 +234,8 @@ def _inputs(x: np.ndarray, call: str) -> np.ndarray:
     Bytes of images become float32 in [0, 1].
     """
     if x.dtype == np.uint8 and x.ndim in (3, 4):
-        return floats(x)
-    x = native(x, f"{call}: inputs")
+        return float_images(x)
+    x = native(x, f"{call}: inputs")  # refuses words, and whole numbers that JAX changes
     if x.dtype.kind in "iu":
         return x.astype(np.int32)
     with np.errstate(over="ignore"):  # an overflow is infinite, and refused below
@@ -236,9 +248,11 @@ def _inputs(x: np.ndarray, call: str) -> np.ndarray:
 def _numbered(
     parts: list[np.ndarray], classes: int | None, call: str
 ) -> tuple[list[np.ndarray], tuple[str, ...], int]:
-    """Labels of all parts as int32 from 0, the words that they were, and the number of classes.
+    """Labels of each part as int32 from 0, the words that they were, and the number of classes.
 
-    Labels that are numbers have no words.
+    A part is the training or the test part. Words are numbered in alphabetical order; labels that
+    are numbers stay as they are, and have no words. ``classes`` is the number that the user
+    expects, if any.
     """
     # NumPy and h5py also keep words as bytes (kind S).
     decoded = [np.char.decode(y) if y.dtype.kind == "S" else y for y in parts]
@@ -250,17 +264,17 @@ def _numbered(
             raise ValueError(f"{call}: label {missing.argmax() + 1} of {len(labels)} is missing.")
         try:
             labels = labels.astype(np.float64)
-        except ValueError:
+        except ValueError:  # not all are numbers, so all are words
             words, labels = np.unique(labels, return_inverse=True)
             names = tuple(words.tolist())
-    labels = whole(labels, call)
+    labels = int_labels(labels, call)
     count = len(names) or int(labels.max()) + 1
     expected = "0 and up"
-    most = len(labels) // 2  # labels with more values are quantities or identifiers
+    most_classes = len(labels) // 2  # labels with more values are quantities or identifiers
     if classes is not None:
         expected = f"0 to {classes - 1}"
-        most = min(most, classes)
-    if labels.min() < 0 or count > most:
+        most_classes = min(most_classes, classes)
+    if labels.min() < 0 or count > most_classes:
         raise ValueError(
             f"{call}: labels from {labels.min()} to {labels.max()} of {len(labels)} examples; "
             f"expected {expected}, and far fewer classes."

@@ -26,7 +26,7 @@ from dpjax.data.encoding import (
     readers,
     targets_of,
 )
-from dpjax.data.files import read_table, reads
+from dpjax.data.files import parses, read_table
 from dpjax.types import HeldOut
 
 
@@ -84,8 +84,8 @@ def table(
     if test is not None and holdout is not None:
         raise ValueError("data.table: got test= and holdout=; expected one of the two.")
     declared = Columns.read(columns, unit)
-    _, learnt = declared.learnt
-    forms = declared.forms  # by column: how its cells become numbers
+    _, learnt = declared.learnt  # the declaration of the label or the target
+    forms = declared.forms  # the declaration of each column
     private = opened(frame, "data.table")
     expected = [*forms]
     reader_of = readers(forms)
@@ -95,7 +95,7 @@ def table(
     check_columns(private, expected)
     cells = cells_of(private, reader_of)
 
-    # The person of each row, from 0; without a column of persons each row is another one.
+    # The person of each row, from 0. Without a column of persons, each row is a unit of its own.
     owners = np.arange(len(private.columns[private.names[0]]))
     if unit is not None:
         owners = _numbered(cells[unit])
@@ -116,12 +116,13 @@ def table(
     else:
         public = opened(test, "data.table")
         check_columns(public, forms, allowed=[unit])  # persons are not read
-        in_test = np.zeros(len(owners), bool)
+        in_test = np.zeros(len(owners), bool)  # no private row
         test_rows = _numbers(public, declared, cells_of(public, readers(forms)))
         held_out = HeldOut(public=True)
         split = "the test rows are public"
     owners_of_train = None
     if unit is not None:
+        # The persons of the test leave gaps in the numbers.
         owners_of_train = _numbered(owners[~in_test])
     return Dataset(
         name=private.name,
@@ -138,7 +139,7 @@ def table(
 
 
 def _numbered(owners: Any) -> np.ndarray:
-    """The owner of each row as a number from 0, without gaps."""
+    """The owner of each row, renumbered from 0 without gaps."""
     return np.unique(owners, return_inverse=True)[1]
 
 
@@ -165,7 +166,7 @@ def _kind_of(words: Collection[str]) -> str:
     """The first kind that most cells have, of those without a gap."""
     cells = [word for word in words if word.lower() not in GAPS]
     for kind, read in _GUESSES.items():
-        if 2 * sum(reads(read, cell) for cell in cells) > len(cells):
+        if 2 * sum(parses(read, cell) for cell in cells) > len(cells):
             return kind
     return "category"
 

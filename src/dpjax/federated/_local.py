@@ -32,6 +32,16 @@ class Local(NamedTuple):
     """The rule with the bounds onto which each local step projects the update, if any."""
 
 
+class _State(NamedTuple):
+    """The carry of the loop over batches."""
+
+    losses: Float[Array, ""]
+    """The sum of the mean losses of all batches so far."""
+    update: PyTree
+    """The client's parameters minus the server's."""
+    optimizer: Any
+
+
 def trained(
     local: Local, params: PyTree, clients: Clients, index: Int[Array, ""], key: Key
 ) -> tuple[Float[Array, ""], PyTree]:
@@ -40,16 +50,17 @@ def trained(
     ``index`` is the number of the client, and ``key`` orders its rows.
     """
     start = clients.starts[index]  # the first of its rows
-    count = clients.counts[index]
+    count = clients.counts[index]  # how many rows it has
     size = local.batch_size
-    batches = -(-count // size)
+    batches = -(-count // size)  # in an epoch
     # Each round has a fresh optimizer. A state that is kept carries a client's data into the next
     # draw of the client, outside the accounting.
     optimizer_state = local.optimizer.init(trees.widened(params))
-    # The loop carries the update in float32: a bfloat16 parameter rounds small steps to nothing.
+    # Update and optimizer are in float32: a bfloat16 parameter rounds small steps to nothing.
     carry = _State(jnp.zeros(()), trees.zeros_wide(params), optimizer_state)
 
     def epoch(number: Int[Array, ""], carry: _State) -> _State:
+        """One pass over all batches of the client's rows, in a random order of this epoch."""
         # Sorting random numbers puts the client's rows in a random order, with padding behind them,
         # whose number 2 is above all others. The number of rows is traced, and
         # jax.random.permutation needs a constant.
@@ -60,7 +71,7 @@ def trained(
         def batch(batch_number: Int[Array, ""], carry: _State) -> _State:
             first = batch_number * size
             places = first + jnp.arange(size)  # in ``order``, [size]
-            real = places < count
+            real = places < count  # the others are padding of the last batch
             # Padding repeats a row of the same client, so it is finite if the client's rows are.
             rows = start + order[jnp.where(real, places, first)]
             examples = jax.tree.map(lambda x: x[rows], clients.examples)
@@ -72,45 +83,37 @@ def trained(
     return carry.losses / jnp.maximum(batches * local.epochs, 1), carry.update
 
 
-class _State(NamedTuple):
-    """The carry of the loop over batches."""
-
-    losses: Float[Array, ""]
-    """The sum of the mean losses of all batches so far."""
-    update: PyTree
-    """The client's parameters minus the server's."""
-    optimizer: Any
-
-
 def _after_batch(
     local: Local, params: PyTree, examples: PyTree, real: Bool[Array, " size"], carry: _State
 ) -> _State:
-    """One step of the client's optimizer, on the mean loss of one batch.
+    """The carry after one step of the client's optimizer, on the mean loss of one batch.
 
     ``params`` are the server's, and ``real`` is False for padding.
     """
-    of_client = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, carry.update)
+    client_params = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, carry.update)
 
-    def mean_loss(params: PyTree) -> Float[Array, ""]:
-        losses = jax.vmap(local.loss, (None, 0))(params, examples)
+    def mean_loss(client_params: PyTree) -> Float[Array, ""]:
+        losses = jax.vmap(local.loss, (None, 0))(client_params, examples)
         losses = losses.astype(jnp.float32)
+        # Each batch has a real row. Under `jax.vmap`, the steps after a client's last batch, which
+        # have none, are discarded.
         return jnp.sum(jnp.where(real, losses, 0)) / jnp.sum(real).astype(losses.dtype)
 
     # XLA on CPU compiles gradients of convolutions inside a loop to naive loops; `fast` avoids it.
-    loss, gradient = jax.value_and_grad(fast(mean_loss))(of_client)
+    loss, gradient = jax.value_and_grad(fast(mean_loss))(client_params)
     change, optimizer_state = local.optimizer.update(
-        trees.widened(gradient), carry.optimizer, trees.widened(of_client)
+        trees.widened(gradient), carry.optimizer, trees.widened(client_params)
     )
     update = jax.tree.map(lambda u, c: u + c.astype(u.dtype), carry.update, change)
     if local.within is not None:
-        # The update is clipped like one example, so groups and norms mean the same as in the step.
-        # `clip` returns the sum over the rows, which is again one update.
+        # The update is clipped like the gradient of one example, so groups and norms mean the same
+        # as in the server's step. `clip` returns the sum over the rows, which is again one update.
         one_row = jax.tree.map(lambda x: x[None], update)
-        update, _, _ = clipping.clip(_ball(local.within, params), one_row)
+        update, _, _ = clipping.clip(_projection(local.within, params), one_row)
     return _State(carry.losses + loss, update, optimizer_state)
 
 
-def _ball(rule: Clipping, params: PyTree) -> Clipping:
+def _projection(rule: Clipping, params: PyTree) -> Clipping:
     """The projection of an update of these parameters onto the bounds of a rule."""
     # The ball is smaller by the rounding to the parameters' dtype. Otherwise the update can exceed
     # the bound, and a rule such as `hard_threshold` may drop it.

@@ -162,8 +162,8 @@ def check_remote(
         )
     if mechanism.unit == "example":
         raise ValueError(f"{call}: the unit is an example. Write Mechanism(unit='client').")
-    # The count of an adapted bound ignores weights. Estimated norms save nothing, because an update
-    # exists as a whole.
+    # Adaptive bounds count the norms below the bound, and this count ignores weights. Estimated
+    # norms (projections) save nothing, because an update exists as a whole.
     if mechanism.adaptive is not None or mechanism.clipping.projections is not None:
         raise ValueError(
             f"{call}: rounds have neither adaptive bounds nor estimated norms. Use clipping.flat."
@@ -192,11 +192,13 @@ def remote_rounds(
     """Federated averaging over an exchange, with the formula of `dpjax.federated.fedavg`.
 
     ``params`` are NumPy arrays with the shapes and types of the parameters that `init` is given.
+    ``identity`` distinguishes these runs from others, for a checkpoint or a folder.
     """
     population = Population(exchange, weights.shares, params)
     clients = len(population)
     recipe = Recipe(
         name=call,
+        # This loss is 0, and its gradient is minus the update.
         loss=lambda params, reply: with_update(params, reply.update),
         # The mean divides by the public total of the shares.
         optimizer=scaled(optimizer, clients / weights.total_share),
@@ -206,7 +208,7 @@ def remote_rounds(
         # One reply is in memory at a time.
         microbatch_size=1,
         mesh=meshes.of(),  # that of `jax.set_mesh`, or of all processes
-        sizes=lambda replies: replies.usable,
+        sizes=lambda replies: replies.usable,  # 0 masks a row
     )
     facts = {**identity, "weights": {"total": weights.total_share}}
     algorithm = assemble(recipe, Replies(population), facts, budget=budget, info=_remote_info)
@@ -222,9 +224,11 @@ def remote_rounds(
         return state, jax.tree.map(lambda *rounds: np.concatenate(rounds), *infos)
 
     def step(state: State) -> tuple[State, RemoteInfo]:
+        """`Algorithm.step`, which keeps the given state usable; `run` donates its buffers."""
         after, infos = run(trees.copy(state), 1)
         return after, jax.tree.map(lambda rounds: rounds[0], infos)
 
+    # The statement of a run names this factor, because it is not in the mechanism.
     scaled_by = None
     if weights.total_share != clients:
         scaled_by = "the total of weights"

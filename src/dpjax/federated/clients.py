@@ -57,7 +57,7 @@ class Clients:
 
     @classmethod
     def split(cls, data: PyTree, owners: ArrayLike, clients: int) -> Clients:
-        """From a data set and the client that owns each row.
+        """Groups the rows of a data set by the client that owns each.
 
         ``owners`` has a number from 0 to ``clients - 1`` for each row of ``data``; ``clients``
         includes clients without examples.
@@ -71,8 +71,8 @@ class Clients:
         data = arrays(data, "federated.Clients.split")
         rows = trees.leading_size(data, name="federated data")
         owners = np.asarray(owners)
-        integers = owners.shape == (rows,) and np.issubdtype(owners.dtype, np.integer)
-        if not integers or not np.all((owners >= 0) & (owners < clients)):
+        one_integer_a_row = owners.shape == (rows,) and np.issubdtype(owners.dtype, np.integer)
+        if not one_integer_a_row or not np.all((owners >= 0) & (owners < clients)):
             raise ValueError(
                 f"federated.Clients.split(clients={clients}): expected owners from 0 to "
                 f"{clients - 1}, for each of {rows} rows."

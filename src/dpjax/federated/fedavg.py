@@ -44,7 +44,8 @@ def fedavg(
     $$ \theta \leftarrow \mathrm{server}\Bigl(\theta,\ -\frac{w_{\max}}{qW}
        \Bigl(\sum_{k \in C} s_k \,\mathrm{clip}(\theta_k - \theta) + \mathrm{noise}\Bigr)\Bigr) $$
 
-    with the shares $s_k$ and the constants $W$ and $w_{\max}$ of `Weights`.
+    with the drawn clients $C$, the parameters $\theta_k$ of client k after its training, the
+    sampling rate $q$, and the shares $s_k$ and the constants $W$ and $w_{\max}$ of `Weights`.
 
     Args:
       loss: As for `dpjax.dpsgd`.
@@ -114,7 +115,7 @@ def fedavg(
     _check_rounds(call, mechanism, clients, weights, project)
     batch_size = checks.whole_or_none(call, "local_batch_size", local_batch_size)
     # An update that each local step projects onto the bounds is hardly clipped at the end.
-    within = None
+    within = None  # no projection
     if project:
         within = mechanism.clipping
     local = Local(
@@ -137,12 +138,13 @@ def fedavg(
         recipe,
         rows,
         identity,
-        shared=clients,
+        shared=clients,  # the examples, which the loss of each row reads
         budget=budget,
         info=round_info,
         # `init` checks the loss of one example by these: the step sees only the loss of a client.
         of_one=(loss, trees.one_row(clients.examples)),
     )
+    # The statement of a run names this factor, because it is not in the mechanism.
     scaled_by = None
     if weights.total_share != len(clients):
         scaled_by = "the total of weights"
@@ -163,7 +165,8 @@ def _check_rounds(
     # A client's exact norm is free, so estimated norms save nothing here.
     if mechanism.clipping.projections is not None:
         raise ValueError(f"{call}: rounds have no estimated norms. Use clipping.flat.")
-    # The count of an adapted bound ignores weights, and local steps do not know an adapted bound.
+    # Adaptive bounds count the norms below the bound, and this count ignores weights. Local steps
+    # project onto the initial bounds, and do not know adapted ones.
     if mechanism.adaptive is not None and (project or np.ptp(weights.shares) > 0):
         raise ValueError(
             f"{call}: adaptive bounds with project=True or with unequal weights. Leave these out."

@@ -149,6 +149,7 @@ class PrivateStrategy:
         link = _Link(grid, self.keys, list(params), timeout)
 
         def exchange(step: int, sent: PyTree, drawn: list[int]) -> Iterator[tuple[int, PyTree]]:
+            """Sends a round's parameters to the drawn clients, and yields their replies."""
             return link.trained(step, sent, drawn, train_config or {})
 
         algorithm = self.algorithm(exchange, params)
@@ -156,6 +157,7 @@ class PrivateStrategy:
             logging.warning("%s: the metrics of clients are not private: no noise.", _CALL)
 
         def evaluate(state: State) -> dict[str, Any]:
+            """The metrics of the model after a round, for its row of the log."""
             number = int(state.step)
             numbers = {}
             if evaluate_fn is not None:
@@ -166,6 +168,7 @@ class PrivateStrategy:
             return numbers
 
         state, rows = run_rounds(_CALL, algorithm, params, num_rounds, self.directory, evaluate)
+        # The unit names a field of the log, which the result leaves out.
         return link.result(state.params, rows, self.mechanism.unit)
 
     def algorithm(
@@ -209,21 +212,21 @@ class _Link:
     ) -> Iterator[tuple[int, PyTree]]:
         """The exchange of a round: the drawn clients that replied, and their parameters."""
         # Flower counts rounds from 1, and steps count from 0.
-        for client, content in self._asked("train", step + 1, params, drawn, config):
+        for client, content in self._replies("train", step + 1, params, drawn, config):
             yield client, _arrays(content)
 
     def evaluated(self, number: int, params: PyTree, config: Mapping[str, Any]) -> dict[str, float]:
         """The mean of each metric over all clients that are online; not private."""
         values: dict[str, list[float]] = {}
         everyone = list(self.clients.values())
-        for _, content in self._asked("evaluate", number, params, everyone, config):
+        for _, content in self._replies("evaluate", number, params, everyone, config):
             for record in content.metric_records.values():
                 for name, value in record.items():
                     if not isinstance(value, list):  # Flower's lists may differ in length
                         values.setdefault(f"{_OF_CLIENTS}{name}", []).append(value)
         return {name: float(np.mean(of_clients)) for name, of_clients in values.items()}
 
-    def _asked(
+    def _replies(
         self,
         kind: str,
         number: int,
@@ -231,24 +234,24 @@ class _Link:
         clients: list[int],
         config: Mapping[str, Any],
     ) -> Iterator[tuple[int, Any]]:
-        """Sends the parameters to the clients that are online; yields replies as they come.
+        """Sends the parameters to each client that is online, and yields replies as they come.
 
         ``kind`` is ``"train"`` or ``"evaluate"``, and ``number`` is that of the round. A reply is
-        the number of a client, and the content of its message.
+        the number of a client, and the content of its message. A client that is late or replies
+        with an error is left out.
         """
         settings = self.flower.ConfigRecord({**config, "server-round": number})
         content = self.flower.RecordDict({"arrays": self.record(params), "config": settings})
-        waiting = self._pushed(kind, number, content, clients)
+        waiting = self._pushed(kind, number, content, clients)  # clients by the ids of messages
         deadline = time.monotonic() + self.timeout
         while waiting and time.monotonic() < deadline:
-            for message in list(waiting):
-                replies = list(self.grid.pull_messages([message]))
+            for identifier in list(waiting):
+                replies = list(self.grid.pull_messages([identifier]))
                 for reply in replies:
-                    # An error is skipped: it neither replaces a reply nor is one.
-                    if reply.has_content():
-                        yield waiting[message], reply.content
+                    if reply.has_content():  # otherwise it reports an error
+                        yield waiting[identifier], reply.content
                 if replies:
-                    del waiting[message]
+                    del waiting[identifier]
             if waiting:
                 time.sleep(_POLL)
 

@@ -52,7 +52,7 @@ def minimum(objective: Objective, x: np.ndarray) -> np.ndarray:
         move = length * direction
         change = next_gradient - gradient
         if move @ change > 0:  # otherwise the estimated Hessian is not positive
-            pairs = [*pairs[1 - _PAIRS :], (move, change)]
+            pairs = [*pairs[1 - _PAIRS :], (move, change)]  # the newest _PAIRS
         x = x + move
         value = next_value
         gradient = next_gradient
@@ -62,21 +62,22 @@ def minimum(objective: Objective, x: np.ndarray) -> np.ndarray:
 def _times_inverse_hessian(gradient: np.ndarray, pairs: Pairs) -> np.ndarray:
     r"""The gradient times the inverse Hessian that the pairs suggest: the two-loop recursion.
 
-    With moves $s$ and changes $y$, newest first, $\alpha = s^\top q / s^\top y$ and
-    $q \leftarrow q - \alpha y$. Then $q$ is scaled by $s^\top y / y^\top y$ of the newest pair,
-    and oldest first $q \leftarrow q + (\alpha - y^\top q / s^\top y) s$.
+    It begins with the gradient as $q$. For each pair of a move $s$ and a change $y$, newest first,
+    $\alpha = s^\top q / s^\top y$ and $q \leftarrow q - \alpha y$. Then $q$ is scaled by
+    $s^\top y / y^\top y$ of the newest pair. Last, for each pair, oldest first,
+    $q \leftarrow q + (\alpha - y^\top q / s^\top y) s$, and the result is $q$.
 
     Reference: Nocedal and Wright, "Numerical Optimization", 2006, algorithm 7.4.
     """
-    direction = gradient.copy()  # q
-    shares = []  # alpha
+    q = gradient.copy()
+    alphas = []  # newest first
     for move, change in reversed(pairs):
-        share = (move @ direction) / (move @ change)
-        direction -= share * change
-        shares.append(share)
+        alpha = (move @ q) / (move @ change)
+        q -= alpha * change
+        alphas.append(alpha)
     if pairs:
         move, change = pairs[-1]
-        direction *= (move @ change) / (change @ change)
-    for (move, change), share in zip(pairs, reversed(shares), strict=True):
-        direction += (share - (change @ direction) / (move @ change)) * move
-    return direction
+        q *= (move @ change) / (change @ change)
+    for (move, change), alpha in zip(pairs, reversed(alphas), strict=True):
+        q += (alpha - (change @ q) / (move @ change)) * move
+    return q

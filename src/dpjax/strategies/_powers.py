@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""The search for buffered strategies: error and sensitivity as sums over pairs of powers.
 
-With poles $\lambda_i$ and zeros $\theta_i$ the coefficients of c, and of the errors $W / c$, are
-sums of powers, and sums of their squares are geometric sums. So one evaluation costs as little for
-100,000 steps as for 100. Powers are written $e^{-\rho}$ with rates $\rho$, which keeps all digits
-of differences between powers close to 1.
+With poles $\lambda_i$ and zeros $\theta_i$ the series of the matrix C is
+
+$$ c(x) = \prod_i \frac{1 - \theta_i x}{1 - \lambda_i x}, \qquad
+   c_0 = 1, \quad c_k = \sum_i A_i \lambda_i^k \text{ for } k \ge 1. $$
+
+The errors are the series $W / c$ with the workload $W(x) = 1 / ((1 - x) (1 - \beta x))$ of a
+momentum $\beta$. So the coefficients of both are sums of powers, and sums of their squares are
+geometric sums: one evaluation costs as little for 100,000 steps as for 100. Powers are written
+$e^{-\rho}$ with rates $\rho$, which keeps all digits of differences between powers close to 1.
 
 Gradients come from steps in imaginary directions: $f(x + i h) \approx f(x) + i h f'(x)$ has no
 cancellation, so h can be tiny and the derivative is exact. All functions compute one value for each
@@ -34,28 +39,32 @@ _TINY = 1e-30
 def least_error(
     steps: int, buffers: int, participation: Participation, workload: Workload, error: str
 ) -> tuple[Series, Series]:
-    """Scales and decays of the buffered Toeplitz matrix of least error.
+    r"""Scales $a_i$ and decays $\lambda_i$ of least error: $c_k = \sum_i a_i \lambda_i^{k-1}$.
 
-    The search is over a number for each pole and each zero, the log of the gap between neighbouring
-    rates.
+    The search is over x, ``[2 * buffers]``, the logs of the gaps between neighbouring rates. These
+    are, from the smallest, the rate of a pole, of a zero, of a pole and so on; the first gap begins
+    at 0.
     """
-    # The rows of x + directions: in row i, number i has a tiny imaginary part.
+    # In row i of ``x + directions``, number i has a tiny imaginary part.
     directions = 1j * _TINY * np.eye(2 * buffers)
 
     def objective(x: np.ndarray) -> tuple[float, np.ndarray]:
         """The log of variance times squared sensitivity, and its gradient."""
-        # At a rate of 40 a power is 0 after one step, and products of its reciprocal overflow. One
-        # gap above e^4 exceeds 40, and its exponential may overflow.
+        # The largest rate is the sum of the gaps. At a rate of 40 a power is 0 after one step, and
+        # products of its reciprocal overflow. One gap above e^4 exceeds 40, and its exponential may
+        # overflow, so it is tested before.
         if np.max(x) > 4 or np.sum(np.exp(x)) > 40:
-            return math.inf, x
+            return math.inf, x  # the search does not read this gradient
         poles, zeros = _poles_and_zeros(x + directions, steps)
         values = np.log(variance(poles, zeros, steps, workload, error))
         values += np.log(squared_sensitivity(poles, zeros, steps, participation))
+        # All rows have the same real part.
         return float(values[0].real), np.imag(values) / _TINY
 
     minima = []
-    # Two starts, and the better end counts. The slowest power falls to e^-3 or e^-0.3 during
-    # the run (by e^-0.1 in a step if the run is short), and the fastest is gone after a few steps.
+    # The search has two starts, and the better minimum counts. At a start the slowest power falls
+    # to e^-3 or e^-0.3 during the run, but no faster than by e^-0.1 in each step of a short run.
+    # The fastest power falls by e^-1.5 in each step.
     for slowest in (3.0 / steps, 0.3 / steps):
         rates = np.geomspace(min(slowest, 0.1), 1.5, 2 * buffers)
         gaps = np.diff(rates, prepend=0.0)
@@ -63,7 +72,7 @@ def least_error(
     best = min(minima, key=lambda x: objective(x)[0])
     poles, zeros = _poles_and_zeros(best[None], steps)
     decays = np.exp(-poles)
-    # With residues A, c_k is the sum of A_i lambda_i^k, so a scale is A_i lambda_i.
+    # The residues are A, so a_i = A_i lambda_i.
     scales = _residues(poles, zeros) * decays
     return scales[0], decays[0]
 
@@ -77,11 +86,12 @@ def _poles_and_zeros(logs_of_gaps: np.ndarray, steps: int) -> tuple[Rates, Rates
 
 
 def variance(poles: Rates, zeros: Rates, steps: int, workload: Workload, error: str) -> Values:
-    r"""The mean or last variance of W / c, a series of powers with weights $w_i$.
+    r"""The mean or maximal variance of the parameters, from the errors W / c of all steps.
 
-    The powers $p_i = e^{-\rho_i}$ are 1, the momentum and the zeros. Row t has the squared norm
-    $\sum_{ij} w_i w_j \sum_{\tau \le t} (p_i p_j)^\tau$. It grows with t, so the
-    last one is the maximal one.
+    Coefficient $\tau$ of the errors is $\sum_i w_i p_i^\tau$ with weights $w_i$; the powers
+    $p_i = e^{-\rho_i}$ are 1, the momentum and the zeros. The variance of step t is
+    $\sum_{ij} w_i w_j \sum_{\tau \le t} (p_i p_j)^\tau$. It grows with t, so the last one is the
+    maximal one.
     """
     constant_rates = [0.0]
     if workload.momentum:
@@ -89,12 +99,15 @@ def variance(poles: Rates, zeros: Rates, steps: int, workload: Workload, error: 
     constants = np.tile(constant_rates, (len(zeros), 1))
     rates = np.concatenate([constants, zeros], axis=1)
     weights = _residues(rates, poles)
-    pairs = rates[:, :, None] + rates[:, None]  # the rate of each product of two powers
-    # The pair of 1 with itself has no geometric sum; its entry of `sums` is set below.
+    # The rate of each product p of two powers: [directions, powers, powers].
+    pairs = rates[:, :, None] + rates[:, None]
+    # The power 1 times itself is 1, for which the formulas divide by 0. This rate is a placeholder,
+    # and its entry of `sums` is set below.
     pairs[:, 0, 0] = 1.0
+    # The sum over tau at the last of n steps: s = (1 - p^n) / (1 - p).
     sums = np.expm1(-pairs * steps) / np.expm1(-pairs)
     if error == "mean":
-        # The mean over n rows of their geometric sums: of a product p with sum s over all rows,
+        # The mean of the sums over tau at all steps t:
         # sum_t (1 - p^(t+1)) / (1 - p) / n = (n - p s) / (1 - p) / n.
         sums = (steps - np.exp(-pairs) * sums) / -np.expm1(-pairs) / steps
         sums[:, 0, 0] = (steps + 1) / 2
@@ -118,11 +131,13 @@ def squared_sensitivity(
     most = participation.within(steps)
     weights = _residues(poles, zeros)  # A
     pairs = poles[:, :, None] + poles[:, None]  # the rate of each product of two powers
-    decays = np.exp(-apart * poles[:, None] * np.arange(most)[:, None])
-    collected = np.cumsum(decays, axis=1)  # U: [directions, steps of the pattern, poles]
+    # Each is [directions, steps of the pattern, poles].
+    decays = np.exp(-apart * poles[:, None] * np.arange(most)[:, None])  # lambda^(m b)
+    collected = np.cumsum(decays, axis=1)  # U
 
-    def between(collected: np.ndarray, length: int) -> Values:
-        """The squared norm of the rows 1 to ``length - 1`` after each step of ``collected``."""
+    def of_rows_after(collected: np.ndarray, length: int) -> Values:
+        """The squared norm of the ``length - 1`` rows after each of these steps of the pattern."""
+        # The geometric sum over tau from 1 to length - 1.
         sums = np.exp(-pairs) * np.expm1(-pairs * (length - 1)) / np.expm1(-pairs)
         weighted = weights[:, None] * collected
         products = np.swapaxes(weighted, 1, 2) @ weighted  # [directions, poles, poles]
@@ -130,9 +145,9 @@ def squared_sensitivity(
 
     at_steps = 1 + np.sum(weights[:, None] * (collected - 1), axis=2)
     total = np.sum(at_steps**2, axis=1)
-    total += between(collected[:, :-1], apart)
-    # After the last step of the pattern come all steps that are left.
-    total += between(collected[:, -1:], steps - (most - 1) * apart)
+    total += of_rows_after(collected[:, :-1], apart)
+    # After the last step of the pattern come all steps of the run that are left.
+    total += of_rows_after(collected[:, -1:], steps - (most - 1) * apart)
     return total
 
 

@@ -26,27 +26,30 @@ def variance(steps: int, workload: Workload, error: str) -> Callable[[Series], V
 
     Each is a quadratic form $e^\top Q e$ in a series $e$ that is linear in r. Without learning
     rates $e$ are the errors $W / c$, and Q is diagonal: error j occurs in all rows from j on, and
-    in the last row once. With learning rates $\eta$, $e$ is the noise after momentum, and
+    in the last row once. The last row has the maximal variance. With learning rates $\eta$, for
+    which only the mean is searched, $e$ is the noise after momentum, and
 
     $$ Q_{uv} = \sum_{j \ge \max(u, v)} \eta_j \eta_{j - |u - v|} (T - j) / T. $$
     """
-    averaging = np.array([1.0, -workload.momentum])  # momentum divides by 1 - beta x
-    remaining = (steps - np.arange(steps)) / steps
+    # The series of e is r over the denominator; momentum divides by 1 - beta x.
+    momentum = np.array([1.0, -workload.momentum])
+    remaining = (steps - np.arange(steps)) / steps  # (T - j) / T
+    # Q, or its diagonal if it is diagonal.
     if workload.rates is not None:
-        denominator = averaging
+        denominator = momentum
         form = _quadratic_form(np.asarray(workload.rates), remaining)
     else:
         # The denominator 1 - x makes prefix sums.
-        denominator = np.convolve([1.0, -1.0], averaging)
+        denominator = np.convolve([1.0, -1.0], momentum)
         form = remaining if error == "mean" else np.ones(steps)
 
-    def value(inverse: Series) -> Valued:
-        errors = _series.filtered([1.0], denominator, inverse)
+    def variance_of(inverse: Series) -> Valued:
+        errors = _series.filtered([1.0], denominator, inverse)  # e
         weighted = form * errors if form.ndim == 1 else form @ errors
         gradient = 2 * _transposed_filter(denominator, weighted)
         return float(weighted @ errors), gradient
 
-    return value
+    return variance_of
 
 
 def _transposed_filter(denominator: Series, values: Series) -> Series:
@@ -99,9 +102,10 @@ def banded_coefficients(
         """The log of variance times squared sensitivity, and its gradient by the column."""
         inverse = _series.reciprocal(column, steps)
         noise_variance, by_inverse = variance_of(inverse)
-        # The chain rule through r = 1 / c, whose differential is -r * dc / c.
-        solved = _transposed_filter(column, by_inverse)
-        by_column = -_series.correlated(solved, inverse, bands)
+        # The chain rule through r = 1 / c, whose differential is -(r dc) / c: the transposes of the
+        # division by c, and then of the product with r.
+        divided = _transposed_filter(column, by_inverse)
+        by_column = -_series.correlated(divided, inverse, bands)
         padded = np.pad(column, (0, steps - bands))
         squared_norm, norm_by_column = squared_sensitivity(padded, participation)
         gradient = by_column / noise_variance + norm_by_column[:bands] / squared_norm
@@ -112,7 +116,8 @@ def banded_coefficients(
     start = _series.product(root, root * workload.momentum ** np.arange(bands), bands)
     start = start / start[0]
     # If the steps of a pattern are at least ``bands`` apart, its columns do not overlap, and the
-    # sensitivity is exact for any signs. Otherwise the coefficients must decrease.
+    # sensitivity is exact for any signs. Otherwise 0, b, 2b, ... is the pattern that moves C G most
+    # only if the coefficients decrease.
     if bands <= participation.separation:
         best = _free_minimum(objective, start)
     else:

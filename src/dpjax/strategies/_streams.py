@@ -46,7 +46,7 @@ def replaced(rows: Float[Array, "size ..."], row: Float[Array, "..."], slot: Any
     return jax.lax.dynamic_update_index_in_dim(rows, row.astype(rows.dtype), slot, 0)
 
 
-def sound(step: Any, steps: int) -> Any:
+def one_within_run(step: Any, steps: int) -> Any:
     """1 within the run and NaN outside it, for a step that may be traced."""
     step = jnp.asarray(step)
     within = (step >= 0) & (step < steps)

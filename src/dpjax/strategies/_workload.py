@@ -58,38 +58,38 @@ def toeplitz_squares(
 ) -> Series:
     r"""Squared row norms of $W D C^{-1}$ for a Toeplitz $C^{-1}$, without a matrix.
 
-    While scales and rates are constant, row t holds the first coefficients of one series in
-    reverse, and its squared norm is a prefix sum. Each later row is computed from the row before.
+    Row t has the weights of the normal numbers of steps 0 to t in the parameters $\theta_t$. While
+    scales and rates are constant, these are the coefficients t, ..., 0 of one series, and the
+    squared norm is a prefix sum. Each later row is computed from the row before.
 
     Args:
       inverse: The first column of $C^{-1}$.
-      scales: The diagonal of D; None for ones.
+      scales: The diagonal of D, which scales the noise of each step; None for ones.
       workload: W.
     """
     steps = inverse.size
     if scales is None:
         scales = np.ones(steps)
     rates = np.ones(steps) if workload.rates is None else np.asarray(workload.rates)
-    # The series of the momentum, and of the parameters, at the first scale and rate.
-    averaged = scales[0] * _series.filtered([1.0], [1.0, -workload.momentum], inverse)
-    summed = rates[0] * np.cumsum(averaged)
-    squares = np.cumsum(summed**2)
+    # The series of the momentum m, and of the parameters, at the first scale and rate.
+    momentum_series = scales[0] * _series.filtered([1.0], [1.0, -workload.momentum], inverse)
+    parameter_series = rates[0] * np.cumsum(momentum_series)
+    squares = np.cumsum(parameter_series**2)
     changed = np.flatnonzero((scales != scales[0]) | (rates != rates[0]))
     if not changed.size:
         return squares
     start = int(changed[0])
-    # Rows are stored in reverse: position i always belongs to the normal numbers of step i. They
-    # begin as row start - 1.
-    averaged_row = np.zeros(steps)
-    averaged_row[:start] = averaged[:start][::-1]
-    summed_row = np.zeros(steps)
-    summed_row[:start] = summed[:start][::-1]
+    # Entry s of a row is the weight of the normal numbers of step s. Both begin as row start - 1.
+    momentum_row = np.zeros(steps)
+    momentum_row[:start] = momentum_series[:start][::-1]
+    parameter_row = np.zeros(steps)
+    parameter_row[:start] = parameter_series[:start][::-1]
     reversed_inverse = inverse[::-1].copy()
     for t in range(start, steps):
-        # The momentum m_t = beta m_{t-1} + (noise of step t), and the parameters + eta_t m_t.
-        averaged_row[: t + 1] *= workload.momentum
-        # The noise of step t has the coefficients t, ..., 0 of the inverse.
-        averaged_row[: t + 1] += scales[t] * reversed_inverse[steps - 1 - t :]
-        summed_row[: t + 1] += rates[t] * averaged_row[: t + 1]
-        squares[t] = summed_row[: t + 1] @ summed_row[: t + 1]
+        # m_t = beta m_{t-1} + noise of step t, whose weights are the coefficients t, ..., 0 of the
+        # inverse. Then theta_t = theta_{t-1} + eta_t m_t.
+        momentum_row[: t + 1] *= workload.momentum
+        momentum_row[: t + 1] += scales[t] * reversed_inverse[steps - 1 - t :]
+        parameter_row[: t + 1] += rates[t] * momentum_row[: t + 1]
+        squares[t] = parameter_row[: t + 1] @ parameter_row[: t + 1]
     return squares

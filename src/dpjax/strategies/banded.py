@@ -84,15 +84,19 @@ def banded(
 
     $$ \min_{c_1, \dots, c_{b-1}} \ \Delta(C)^2 \; \tfrac1T \lVert W C^{-1} \rVert_F^2 $$
 
+    with the coefficients $c_0 = 1, c_1, \dots$ of $C$, its sensitivity $\Delta(C)$ for the
+    participation, and the matrix $W$ from the noise of all steps to the noise in the parameters
+    after each step. Without momentum and learning rates $W$ makes prefix sums.
+
     Args:
       steps: The number of steps T of the run.
       bands: The number of bands b; the memory is b - 1 copies of the parameters.
       participation: Which steps one example may have; by default `once`. With at least ``bands``
         steps between them the sensitivity is exact for any coefficients. Otherwise coefficients
         must decrease.
-      momentum: As for `Strategy.errors`.
-      learning_rates: As for `Strategy.errors`; at most 4,096 steps.
-      error: "mean" or "maximal", as in `Errors`.
+      momentum: The decay of SGD with momentum.
+      learning_rates: One for each step, of at most 4,096 steps; by default 1 at each.
+      error: "mean" as above, or "maximal" for the largest squared row norm in place of the mean.
       normalized: Whether the last columns are scaled to the norm of the others, which lowers the
         mean error a little. By default where the participation allows it.
 
@@ -114,6 +118,7 @@ def banded(
     checks.one_of(call, "error", error, ("mean", "maximal"))
     participation = Participation.or_once(call, participation)
     workload = checked_workload(call, steps, momentum, learning_rates)
+    # With learning rates the search holds a matrix of steps by steps, and minimizes only the mean.
     if workload.rates is not None and (steps > LARGEST_MATRIX or error == "maximal"):
         raise ValueError(
             f"{call}(learning_rates): expected error='mean' and at most {LARGEST_MATRIX} steps."

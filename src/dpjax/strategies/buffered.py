@@ -51,11 +51,11 @@ class Buffered(Strategy):
         r"""$x_t = z_t - \sum_i a_i s_i$, and then $s_i \leftarrow \lambda_i s_i + x_t$."""
         scales = jnp.asarray(self.scales, jnp.float32)
         decays = jnp.asarray(self.decays, jnp.float32)
-        sound = _streams.sound(step, self.steps)
+        one_or_nan = _streams.one_within_run(step, self.steps)
 
         def next_noise(leaf: Array, sums: Array) -> tuple[Array, Array]:
             wide = leaf.astype(sums.dtype)
-            noise = (wide - _streams.weighted(scales, sums)) * sound
+            noise = (wide - _streams.weighted(scales, sums)) * one_or_nan
             # One decay for each row of the sums.
             factors = decays.astype(sums.dtype).reshape(-1, *[1] * noise.ndim)
             return noise, factors * sums + noise

@@ -87,14 +87,16 @@ def _squared_bounds(strategy: Strategy, participation: Participation) -> Iterato
     coefficients = strategy.coefficients
     if coefficients is not None:  # C is Toeplitz
         column = np.pad(coefficients, (0, strategy.steps - coefficients.size))
-        # The least decreasing sequence above the magnitudes; the column itself if it decreases.
+        # The least decreasing sequence above the magnitudes; the column itself if it decreases. The
+        # worst pattern of a decreasing column is 0, b, 2b, ..., whose columns `first_pattern` adds.
         decreasing = np.maximum.accumulate(np.abs(column)[::-1])[::-1]
         yield float(np.sum(first_pattern(decreasing, participation) ** 2))
         if np.all(decreasing == column):
-            return  # the bound is exact
+            return  # the bound is exact, so no other is less
     # The triangle inequality: the columns of a pattern add up to at most the sum of their norms.
     norms = np.sqrt(strategy.column_squares())
     yield float(_largest_sum(norms, participation)) ** 2
+    # The bounds of the strategy's family: by products of columns, or by the nodes of a tree.
     yield from strategy.squared_bounds(participation)
 
 
@@ -130,17 +132,20 @@ def of_products(gram: Matrix, participation: Participation) -> float:
 
 
 def of_bands(diagonals: list[np.ndarray], participation: Participation) -> float:
-    """`of_products` where only columns less than ``len(diagonals)`` steps apart overlap.
+    """Bounds the squared sensitivity as `of_products`, from the products of columns that overlap.
 
-    ``diagonals[d][i]`` is the magnitude of the product of columns i and i + d.
+    ``diagonals[d][i]`` is the magnitude of the product of columns i and i + d. Columns that are
+    ``len(diagonals)`` or more steps apart do not overlap.
     """
     apart = participation.separation
     if participation.even:
+        # The steps of a cycle are multiples of ``apart`` apart.
         return _largest_cycle(diagonals[::apart], participation)
     squares = diagonals[0]
     steps = len(squares)
     last = len(diagonals) - 1
     # The products of each step with the steps around it, from ``last`` before to ``last`` after.
+    # Steps less than ``apart`` away stay 0, because no pattern has both.
     others = np.zeros((steps, 2 * last + 1))
     for distance in range(apart, len(diagonals)):
         others[: steps - distance, last + distance] = diagonals[distance]
@@ -165,24 +170,25 @@ def _row_bounds(
 
 
 def _largest_cycle(diagonals: Sequence[np.ndarray], participation: Participation) -> float:
-    """The largest sum over evenly spaced steps i, i + b, i + 2b, ...
+    r"""The largest sum of $\lvert X_{ij} \rvert$ over the pairs of steps of a pattern i, i + b, ...
 
-    ``diagonals[k]`` has the magnitudes of products of steps that are k b apart. Only the longest
-    patterns count, because magnitudes are not negative.
+    ``diagonals[k][i]`` is $\lvert X_{i, i + k b} \rvert$. Only the longest patterns count, because
+    magnitudes are not negative.
     """
     steps = len(diagonals[0])
     apart = participation.separation  # b
     most = participation.within(steps)
     longest = -(-steps // apart)  # the number of steps in a whole cycle
-    sums = np.zeros((longest - most + 1, apart))  # by the first step of the pattern
-    for distance, products in enumerate(diagonals[:most]):
-        # Each column holds the steps of one cycle, and a pattern is a window of it.
+    # Entry [m, r] is the sum of the pattern whose first step is m b + r.
+    sums = np.zeros((longest - most + 1, apart))
+    for k, products in enumerate(diagonals[:most]):
+        # Column r holds the steps r, r + b, ... of one cycle, and a pattern is a window of it.
         padded = np.pad(products, (0, longest * apart - len(products)))
         cycles = padded.reshape(longest, apart)
-        # [first steps, apart, most - distance]
-        windows = np.lib.stride_tricks.sliding_window_view(cycles, most - distance, axis=0)
+        # A pattern has ``most - k`` pairs of steps that are k b apart: [m, r, pairs].
+        windows = np.lib.stride_tricks.sliding_window_view(cycles, most - k, axis=0)
         collected = np.sum(windows[: len(sums)], axis=-1)
-        if distance > 0:
+        if k > 0:
             collected *= 2  # entries above and below the diagonal
         sums += collected
     return float(np.max(sums))

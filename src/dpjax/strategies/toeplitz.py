@@ -70,10 +70,10 @@ class Toeplitz(Strategy):
             yield of_bands(self._products(), participation)
 
     def _products(self) -> list[np.ndarray]:
-        """The magnitudes of $(C^T C)_{i,i+d}$ for all distances d at which columns overlap.
+        r"""The magnitudes of $(C^T C)_{i,i+d}$ for all distances d at which columns overlap.
 
-        Item d has a number for each i. It is a sum of products of coefficients over the rows that
-        both columns have.
+        Item d has a number for each i: $\lvert \sum_{k < n} c_{k+d} c_k \rvert$ over the n rows
+        that both columns have, divided by the norms of the two if columns are normalized.
         """
         steps = self.steps
         values = np.asarray(self.values)
@@ -88,6 +88,7 @@ class Toeplitz(Strategy):
             # Columns i and i + distance have common rows from row i + distance until column i ends.
             pairs = steps - distance
             common_rows = terms[:pairs] - distance
+            # The sums of the first 1, 2, ... terms.
             sums = np.cumsum(values[distance:] * values[: len(values) - distance])
             products = sums[common_rows - 1]
             squares = squared_norms[:pairs] * squared_norms[distance:]
@@ -98,16 +99,17 @@ class Toeplitz(Strategy):
         r"""Row t of $T x = z$, solved for $x_t$: $x_t = (z_t - \sum_k c_k x_{t-k}) / c_0$.
 
         The memory of a leaf is a ring of its last ``size`` noises $x$, in an order that rotates.
-        With normalized columns the noise is $D x$.
+        With normalized columns the noise is $D x$: $x_t$ times the norm of column t.
         """
         size = self.remembers
         values = jnp.asarray(self.values, jnp.float32)  # c
-        scale = _streams.sound(step, self.steps)
+        scale = _streams.one_within_run(step, self.steps)  # otherwise NaN
         if self.normalized:
             norms = jnp.sqrt(jnp.cumsum(values**2))  # of columns with 1, 2, ... terms
             # The column of step t ends with the run, after steps - t terms.
             scale = scale * norms[jnp.clip(self.steps - 1 - jnp.asarray(step), 0, size)]
-        # A ring without slots has no ages, which are taken modulo its size.
+        # The weight of a slot is c_k if its noise is of k steps ago. A ring without slots has no
+        # ages, which are taken modulo its size.
         weights = values[_streams.ages(step, size)] if size else values[1:]
 
         def next_noise(leaf: Array, noises: Array) -> tuple[Array, Array]:
@@ -162,8 +164,9 @@ class InverseToeplitz(Strategy):
         r"""$\sum_k d_k z_{t-k}$; the memory is a ring of the last ``size`` normal numbers $z$."""
         size = self.remembers
         values = jnp.asarray(self.values, jnp.float32)  # d
-        scale = _streams.sound(step, self.steps)
-        # A ring without slots has no ages, which are taken modulo its size.
+        scale = _streams.one_within_run(step, self.steps)  # otherwise NaN
+        # The weight of a slot is d_k if its numbers are of k steps ago. A ring without slots has no
+        # ages, which are taken modulo its size.
         weights = values[_streams.ages(step, size)] if size else values[1:]
 
         def next_noise(leaf: Array, normals: Array) -> tuple[Array, Array]:

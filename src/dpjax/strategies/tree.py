@@ -48,10 +48,12 @@ class Tree(Strategy):
         return np.full(self.steps, float(self.remembers + 1))
 
     def matrix(self) -> Matrix:
-        """C: row t is the recursion of `_next`, solved for the normal number $z_t$.
+        r"""C: row t is the recursion of `_next`, solved for the normal number $z_t$.
 
-        The noise of step t is $z_t$ over the root of its precision, plus the weighted noise sums of
-        the left siblings.
+        $$ z_t = \sqrt{p_t} \, \Bigl(x_t - \sum_l w_l S_l\Bigr) $$
+
+        with the noise $x_t$ of step t, its precision $p_t$, the noise sum $S_l$ of the left sibling
+        on level l, and its weight $w_l$ from `_weights`.
         """
         c = np.zeros((self.steps, self.steps))
         for t in range(self.steps):
@@ -59,8 +61,8 @@ class Tree(Strategy):
             c[t, t] = math.sqrt(precision)
             for level in range(self.remembers):
                 node = t >> level
-                if node & 1:
-                    # The steps of the left sibling share a weight.
+                if node & 1:  # a right sibling, whose left sibling has ended
+                    # All steps of the left sibling have its weight.
                     first = (node - 1) << level
                     end = first + (1 << level)
                     c[t, first:end] = -weights[level] * c[t, t]
@@ -89,18 +91,19 @@ class Tree(Strategy):
         yield float(sum(most * participation.within(size) for size in sizes))
 
     def _next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
-        """The noise of a step, given the noise sums of the left siblings above it.
+        r"""$x_t = z_t / \sqrt{p_t} + \sum_l w_l S_l$, as in `matrix`.
 
-        It is z over the root of its precision, plus these sums times their `_weights`. The memory
-        of a leaf of the parameters has a sum for each level.
+        The memory of a leaf of the parameters, ``[levels, ...]``, has on each level the noise sum
+        of the last left sibling that has ended.
         """
         levels = self.remembers
         step = jnp.asarray(step)
         weights, precision = self._weights(step, jnp)
-        sound = _streams.sound(step, self.steps)
+        one_or_nan = _streams.one_within_run(step, self.steps)
         # A step ends a node on as many levels above it as its number has trailing ones. The largest
         # of these nodes is a left sibling, whose sum is kept in the slot of its level: this noise
-        # plus the sums of the left siblings within it.
+        # plus the sums of the left siblings within it. The last leaf of the tree ends the root
+        # instead; JAX clamps its slot, and no later step reads it.
         ended = jnp.cumprod((step >> np.arange(levels)) & 1)
         slot = jnp.sum(ended)
 
@@ -108,8 +111,8 @@ class Tree(Strategy):
             # The cast prevents NumPy's float64 from widening the noise under jax_enable_x64.
             noise = leaf.astype(sums.dtype) / jnp.sqrt(precision).astype(sums.dtype)
             if not levels:
-                return noise * sound, sums
-            noise = (noise + _streams.weighted(weights, sums)) * sound
+                return noise * one_or_nan, sums
+            noise = (noise + _streams.weighted(weights, sums)) * one_or_nan
             node_sum = noise + _streams.weighted(ended, sums)
             return noise, _streams.replaced(sums, node_sum, slot)
 
@@ -128,15 +131,19 @@ class Tree(Strategy):
         return np.array(full), np.array(last)
 
     def _weights(self, step: Any, numpy: Any) -> tuple[Any, Any]:
-        """The mean of a step's noise as weights of the left siblings' sums, and its precision.
+        r"""The mean of a step's noise as weights of the left siblings' sums, and its precision.
 
-        ``numpy`` is NumPy, or `jax.numpy` for a traced step. The loop goes from the root down. It
-        conditions the sum of the node that holds the step on all steps before, which are in the
-        sums of left siblings.
+        Both are conditional on the noise of all steps before, which the sums of left siblings hold.
+        The loop follows the nodes that hold the step, from the root down to the leaf. If the sum of
+        a node has the precision p, and the sum of a child's sibling has the variance v, then the
+        sum of the child has the precision $1 / (1 / p + v)$ from its parent, and 1 from its own row
+        of $H$, which pulls its mean towards 0.
+
+        ``numpy`` is NumPy, or `jax.numpy` for a traced step.
         """
         full, last = self._variances()
         weights: list[Any] = [0.0] * self.remembers
-        precision: Any = 1.0  # of the root's sum
+        precision: Any = 1.0  # of the root's sum, from its row of H
         for level in reversed(range(self.remembers)):
             node = step >> level
             is_right = node & 1
@@ -145,16 +152,16 @@ class Tree(Strategy):
             variance_of_right = numpy.where(
                 node + 1 < last_node, full[level], last[level] * (node + 1 == last_node)
             )
-            # The steps of a right sibling are still free, the steps of a left one are known.
+            # The sum of a left sibling is known, and that of a right one is still random.
             sibling_variance = numpy.where(is_right, 0.0, variance_of_right)
-            # The node's sum is the parent's sum minus the sibling's. So the sum of a left sibling,
-            # which is known, has a negative weight.
             from_parent = precision / (1 + precision * sibling_variance)
-            # The node's own row in H adds the precision 1 to its sum.
-            share = from_parent / (from_parent + 1)
+            share = from_parent / (from_parent + 1)  # the row of H multiplies the mean by it
+            # The node's sum is the parent's sum minus the sibling's. So the sum of a left sibling
+            # has a negative weight.
             weights = [weight * share for weight in weights]
             weights[level] = -share * is_right
             precision = from_parent + 1
+        # The matrix is computed in float64, and the stream runs in float32.
         dtype = np.float64 if numpy is np else np.float32
         return numpy.asarray(weights, dtype=dtype), precision
 
