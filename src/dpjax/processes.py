@@ -45,9 +45,8 @@ def from_first(make: Callable[[], T]) -> T:
     # A broadcast needs arrays of one shape, so the other processes give as many zeros.
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(answer))))
     given = np.frombuffer(answer or bytes(size), np.uint8)
-    received = bytes(multihost_utils.broadcast_one_to_all(given))
-    # It is safe to unpickle, because it comes from a process of this run and never from a file.
-    succeeded, value = pickle.loads(received)
+    # The bytes are safe to unpickle: they come from a process of this run, and never from a file.
+    succeeded, value = pickle.loads(bytes(multihost_utils.broadcast_one_to_all(given)))
     if not succeeded:
         raise value
     return value

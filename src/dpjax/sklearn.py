@@ -91,8 +91,7 @@ class _Private(BaseEstimator):
         # The target is y; if none is given, a column of X.
         frame = X
         if y is not None:
-            name_of_target, _ = declared.learnt
-            frame = {name_of_target: np.asarray(y)}
+            frame = {declared.learnt[0]: np.asarray(y)}  # by the name of the target's column
         targets = declared.encode_targets(frame)
         check_consistent_length(x, targets)
         return x, targets

@@ -214,7 +214,8 @@ def assert_noise(
         if not least * deviation <= found <= most * deviation:
             raise LawBroken(f"the noise{name} has deviation {found:.6g}, expected {deviation:.6g}.")
     for step, (one, other) in enumerate(itertools.pairwise(map(_vector, released))):
-        # The difference of two such releases shows the examples without any noise.
+        # The difference of two such releases shows the examples without any noise. At deviation 0
+        # all are zeros.
         if deviation and np.array_equal(one, other):
             raise LawBroken(f"steps {step} and {step + 1} have the same noise.")
 
@@ -251,7 +252,8 @@ def assert_sampling(sampler: Sampler, *, steps: int = 400, seed: int = 0) -> Non
     times, all_exist = map(np.asarray, jax.lax.map(counts, jnp.arange(steps)))
     if not all_exist.all() or times.max(initial=0) > 1:
         raise LawBroken(f"{sampler.name}: a draw holds an example twice, or one that is not there.")
-    # An example is drawn at most once in so many steps in turn, as the sampler states.
+    # The sampler states in how many steps in turn an example is drawn at most once. Whole cycles
+    # are counted, [cycles, examples].
     cycle = sampler.facts["cycle"]
     by_cycle = times[: steps - steps % cycle].reshape(-1, cycle, sampler.examples).sum(axis=1)
     if cycle > 1 and by_cycle.max(initial=0) > 1:
@@ -274,7 +276,8 @@ def assert_sampling(sampler: Sampler, *, steps: int = 400, seed: int = 0) -> Non
     if len(rates) > 1 or cycle > 1 or largest_rate == 1:
         return
     # The sum of the squared deviations of sizes, over the binomial variance, is about chi-square
-    # with steps - 1 degrees of freedom. Below its quantile of 1e-9, sizes vary too little.
+    # with steps - 1 degrees of freedom. Below its quantile of 1e-9, sizes vary too little. At rate
+    # 0 the variance is 0, and nothing is divided.
     sizes = times.sum(axis=1)
     variance = sampler.examples * largest_rate * (1 - largest_rate)
     scaled_squares = (steps - 1) * float(np.var(sizes, ddof=1)) / (variance or 1)
@@ -332,7 +335,7 @@ def assert_private(
       >>> assert_private(chain, {"w": jnp.zeros(5)})
     """
     steps = checks.whole("testing.assert_private", "steps", steps)
-    # One gradient, a million times as long as those of the other examples.
+    # One gradient, a million times as long as the gradients of the other examples.
     long_gradient = jax.tree.map(lambda x: 1e6 * x[0], _others(params, 1))
     if canary is None:
         canary = long_gradient
@@ -348,12 +351,12 @@ def assert_private(
     is_correlated = without[0].strategy is not None
     if is_correlated:
         draws = [1] + [0] * (steps - 1)
-    nan = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), long_gradient)
-    infinities = jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), long_gradient)
     examples = {
         "one example": canary,
-        "an example of NaN": nan,
-        "an example of infinities": infinities,
+        "an example of NaN": jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), long_gradient),
+        "an example of infinities": jax.tree.map(
+            lambda x: jnp.full_like(x, jnp.inf), long_gradient
+        ),
     }
     for name, example in examples.items():
         with_it, _ = run(_batches(params, example, draws))
@@ -367,10 +370,10 @@ def assert_private(
                     f"multiplier says; expected {drawn}. A link before the clipping may see "
                     "several examples, or gradients of earlier batches."
                 )
-    # Second law: equal releases give equal updates. Each of two batches has the factors of its four
-    # gradients, and how many of them are drawn: values, NaN, and the numbers of clipped and drawn
-    # examples differ. The releases are equal, because the noise is added to the sums of the run
-    # without the example.
+    # Second law: equal releases give equal updates. Here the noise is added to the sums of the run
+    # without the example, whichever batch the chain receives. It receives two batches of four
+    # gradients: gradient i is multiplied by factors[i], and the first ``size`` are drawn. So values
+    # differ, NaN among them, and the numbers of clipped and of drawn examples do.
     for factors, size in (([1e6, 1.0, 0.0, 0.0], 4), ([1e-6, jnp.nan, 0.0, 0.0], 2)):
         scaled = functools.partial(jnp.tensordot, jnp.diag(jnp.float32(factors)), axes=1)
         batch = Batch(jax.tree.map(scaled, _others(params, 4)), np.arange(4) < size)
@@ -396,7 +399,7 @@ def _ratios(with_it: Sequence[Measurement], without: Sequence[Measurement]) -> I
     r"""At each step, how far an example moves the release, over how far the multiplier allows.
 
     This is $\mu m$, where $\mu^2$ is the sum over leaves of (distance / deviation)$^2$, and $m$ is
-    the multiplier; that of groups is $(\sum_g m_g^{-2})^{-1/2}$.
+    the multiplier. With a multiplier for each group, it is $(\sum_g m_g^{-2})^{-1/2}$.
     """
     for step, (present, absent) in enumerate(zip(with_it, without, strict=True)):
         moved = []  # of each leaf, relative to the standard deviation of its noise
@@ -418,8 +421,9 @@ def _ratios(with_it: Sequence[Measurement], without: Sequence[Measurement]) -> I
             multiplier = multiplier(jnp.int32(step))  # links pass this dtype to a schedule
         ratio = float(np.linalg.norm(moved)) * accounting.effective_multiplier(multiplier)
         if present.strategy is not None:
-            # The noise of the run is C^-1 z for the strategy's matrix C, and z has the deviations.
-            # A change of one step's sum moves C times the sums by the norm of a column.
+            # The noise of all steps is C^-1 z for the strategy's matrix C, where z has these
+            # deviations. So C times the releases is C times the sums plus z, and a change of one
+            # step's sum moves it by the norm of a column of C.
             ratio *= float(present.strategy.column_norms()[step])
         yield ratio
 

@@ -355,8 +355,8 @@ def random_like(
     """
 
     def cut_from_one(key: Key, shapes: Sequence[Any], dtype: Any, **options: Any) -> list[Array]:
-        count = sum(map(math.prod, shapes))
-        return cut(sample(key, (count,), dtype, **options), shapes)
+        """One draw, cut into an array for each leaf."""
+        return cut(sample(key, (sum(map(math.prod, shapes)),), dtype, **options), shapes)
 
     leaves, structure = jax.tree.flatten(tree)
     leaves_of_trees = [leaves, *map(structure.flatten_up_to, more)]

@@ -170,8 +170,8 @@ def _pieces(
 ) -> Callable[[Key, Any], tuple[Int[Array, ""], Int[Array, ""]]]:
     """``(key, number of a bin) -> (start, size)`` of the bin's piece of the order.
 
-    A piece has a Poisson number of places, and those of the examples that these numbers leave and
-    that choose this bin; see the top of this file.
+    Each bin first has a Poisson number of places. The examples that these numbers leave choose a
+    bin one by one, and each adds a place to it; see the top of this file.
     """
     slack = 11 * math.isqrt(examples)
     # On average the Poisson numbers together leave `slack` examples, or slightly more: the fraction

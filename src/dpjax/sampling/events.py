@@ -102,7 +102,7 @@ def stated(
     def key_of_run(key: Key, step: Any) -> Key:
         return trees.step_key(key, Purpose.PARTS, 0)
 
-    # The bin of an example is its step of a cycle. One key decides all bins, for so many steps.
+    # The bin of an example is its step of a cycle. One key decides all bins, for ``steps`` steps.
     bins = None
     if kind is Event.ALLOCATION:
         bins = Bins(steps=cycle, key=key_of_cycle)
