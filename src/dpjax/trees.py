@@ -363,7 +363,7 @@ def random_like(
     values: list[Array] = []  # draws, or results of `use`, in the order of leaves
     for run in _runs(leaves):
         shapes = [jnp.shape(leaf) for leaf in run]
-        # The key follows from the first leaf, so a run keeps its draw if later leaves change.
+        # The key is that of the run's first leaf, so a run keeps its draw if later leaves change.
         run_key = jax.random.fold_in(key, len(values))
         options = {}
         if use is not None and values and not parts:  # `parts` takes no `after`

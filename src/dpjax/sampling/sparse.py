@@ -135,7 +135,8 @@ def scattered(key: Key, examples: int, block: Block) -> Draw:
     block_of_ball = (balls_that_hit // balls).astype(jnp.uint32)
     cell_of_ball = cells.T.reshape(-1)[balls_that_hit]
     indices = _joined(block_of_ball, cell_of_ball, block.shift, examples)
-    # An empty draw has nothing to repeat, so its padding is the indices 0, 1, 2, ...
+    # An empty draw has nothing to repeat, so its padding is the indices 0, 1, 2, ..., whose high
+    # digit is 0.
     counted = jnp.arange(len(indices), dtype=jnp.uint32)
     padding = _joined(jnp.zeros_like(counted), counted, _DIGIT_BITS, examples)
     return Draw(jnp.where(hit.size > 0, indices, padding), hit.mask)
