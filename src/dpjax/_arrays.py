@@ -32,7 +32,7 @@ def arrays(tree: PyTree, name: str) -> PyTree:
         # A loader or a data set has many records, but JAX takes the whole object for one leaf.
         if isinstance(leaf, Iterable) or hasattr(leaf, "__getitem__"):
             raise no_arrays(leaf, name)
-        return leaf  # a number of Python
+        return leaf  # such as a number of Python
 
     return jax.tree_util.tree_map_with_path(converted, tree)
 

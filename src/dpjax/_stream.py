@@ -141,7 +141,7 @@ class Stream:
         indices = np.asarray(indices, np.int64)  # an empty list becomes floats
         threads = max(1, min(self.workers, indices.size))
         batch = []
-        # One list for the indices and one for each leaf, of a part for each thread.
+        # The indices, and then the rows of each leaf, are split into one part for each thread.
         parts_of_threads = [np.array_split(indices.ravel(), threads)]
         for leaf in jax.tree.leaves(self.row):
             # All threads write into views of one array, so the batch is in memory once.
