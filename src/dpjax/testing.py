@@ -183,7 +183,7 @@ def assert_noise(
     """
     from scipy.stats import chi2
 
-    # A noise link compares the limits of a sum with those of its own rule, which is not known here.
+    # A noise link compares the limits of a sum with its own rule's, which are not known here.
     limits = _LimitsOfAnyRule(bounds=(), projections=None, groups=())
     zeros: Any = Sum(jax.tree.map(jnp.zeros_like, params), limits)
     state = link.init(params)
@@ -386,7 +386,7 @@ def assert_private(
 
 
 class _LimitsOfAnyRule(Limits):
-    """Limits that equal those of every rule: the sum over no examples is a clipped sum of each."""
+    """Limits that equal every rule's limits: the sum over no examples is a clipped sum of each."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Limits)
