@@ -335,7 +335,7 @@ def test_the_law_of_a_size_is_poisson_to_seventy_bits(mean):
     tails = jnp.asarray(tails)
     words = jnp.concatenate([tails, tails + jnp.uint32([0, 0, 1]), tails // 2])
     want = np.sum(sparse.less(words[:, None], tails[None]), axis=1)
-    assert np.array_equal(allocation._fallen(words, tails), want)
+    assert np.array_equal(allocation._count_above(words, tails), want)
 
 
 @pytest.mark.thorough

@@ -300,7 +300,7 @@ SIZES = {
 }
 
 
-@kills("testing.py", "np.arange(4) < drawn", "np.arange(4) < 3", case="the drawn size")
+@kills("testing.py", "np.arange(4) < size", "np.arange(4) < 3", case="the drawn size")
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", SIZES)
 def test_a_link_that_uses_the_drawn_size_is_found(name):

@@ -14,7 +14,10 @@ from dpjax.types import PyTree
 
 
 def arrays(tree: PyTree, name: str) -> PyTree:
-    """The tree with tensors and frames as `native` arrays; arrays of JAX and numbers stay."""
+    """The tree with each tensor or frame as an array of NumPy; arrays of JAX and numbers stay.
+
+    ``name`` is the argument that error messages name.
+    """
     if isinstance(tree, Iterator):  # jax.tree.map exhausts it
         raise no_arrays(tree, name)
 
@@ -23,11 +26,13 @@ def arrays(tree: PyTree, name: str) -> PyTree:
             return leaf
         # Text is not an array; `native` refuses it with the name of the leaf.
         if isinstance(leaf, str | bytes) or hasattr(leaf, "__array__"):
+            # The path is empty if the tree is a single leaf.
             where = jax.tree_util.keystr(path, simple=True, separator="/") or "(the array)"
             return native(leaf, f"{name}: leaf {where}")
+        # A loader or a data set has many records, but JAX takes the whole object for one leaf.
         if isinstance(leaf, Iterable) or hasattr(leaf, "__getitem__"):
             raise no_arrays(leaf, name)
-        return leaf
+        return leaf  # such as a number of Python
 
     return jax.tree_util.tree_map_with_path(converted, tree)
 

@@ -42,7 +42,7 @@ def opened_for_owner(path: str, flags: int) -> int:
 
 @contextlib.contextmanager
 def replacing(path: pathlib.Path, *, public: bool = False) -> Iterator[IO[bytes]]:
-    """A file to write and read, which replaces another one when the block ends without an error."""
+    """A new file to write and read; it replaces ``path`` when the block ends without an error."""
     # The temporary file is in the same folder, because a rename is atomic only within one file
     # system. Its name is random, because another process may write too.
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
@@ -148,7 +148,10 @@ def line_of_log(row: Mapping[str, Any]) -> str:
 
 
 def read_log(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of a run's log by step; the last of a step counts. A cut last line is left out."""
+    """The rows of a run's log, sorted by step, without a last line that is cut.
+
+    If several rows have one step, as after a run continued from a checkpoint, the last one counts.
+    """
     lines = path.read_bytes().splitlines() if path.exists() else []
     rows = {}
     for number, line in enumerate(lines, 1):
@@ -156,6 +159,7 @@ def read_log(path: pathlib.Path) -> list[dict[str, Any]]:
             row = json.loads(line)
             rows[row["step"]] = row
         except (ValueError, KeyError, TypeError) as error:
+            # JSON that was cut is a ValueError. A whole line without a step is another error.
             if isinstance(error, ValueError) and number == len(lines):
                 break  # the process was killed while it wrote this line
             raise ValueError(

@@ -28,15 +28,16 @@ def three_digits(epsilon: float, rounded: Callable[[float, str], str] = upwards)
 
 
 def _rounded(value: float, form: str, rounding: str) -> str:
-    """A number in this format, rounded in this direction of `decimal`."""
+    """A number in the format ``form``, rounded in the direction ``rounding`` of `decimal`."""
     if not math.isfinite(value):
         return f"{value:{form}}"
     exact = Decimal(repr(float(value)))  # the shortest decimal of this float, so 1e-5 stays 1e-5
-    digits = int(form[1:-1])
-    # The power of ten of the last printed digit. Digits of "g" count from the first one.
+    digits = int(form[1:-1])  # 4 of ".4g"
+    # The power of ten of the last printed digit: "f" counts digits from the decimal point, and "g"
+    # from the first digit of the number, whose power is `adjusted()`.
     power = -digits
     if form.endswith("g"):
         power += exact.adjusted() + 1
-    with localcontext(prec=700):  # more than any float has
+    with localcontext(prec=700):  # more digits than any float has, because `quantize` needs them
         rounded = exact.quantize(Decimal(1).scaleb(power), rounding=rounding)
     return f"{float(rounded):{form}}"

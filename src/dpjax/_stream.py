@@ -116,7 +116,8 @@ class Stream:
             iterates over them, ``ahead`` batches before they are needed.
           ahead: The number of batches that are read in advance; ``ahead + 1`` are in memory.
         """
-        # The queue is bounded: the device cannot use more batches in memory.
+        # Each entry has the arrays of a batch, and the futures of the threads that fill them. It
+        # waits until ``ahead`` later batches have begun.
         waiting: deque[tuple[list[np.ndarray], list[Future[None]]]] = deque()
         pool = ThreadPoolExecutor(self.workers, thread_name_prefix="dpjax-stream")
         try:
@@ -133,20 +134,24 @@ class Stream:
     def _begin(
         self, pool: ThreadPoolExecutor, indices: np.ndarray
     ) -> tuple[list[np.ndarray], list[Future[None]]]:
-        """Arrays for a batch, one for each leaf, and the futures of the threads that fill them."""
+        """Begins a batch: its arrays, one a leaf, and the futures of the threads that fill them.
+
+        The arrays are ``[*indices.shape, *leaf.shape]``.
+        """
         indices = np.asarray(indices, np.int64)  # an empty list becomes floats
         threads = max(1, min(self.workers, indices.size))
         batch = []
-        shares = [np.array_split(indices.ravel(), threads)]
+        # The indices, and then the rows of each leaf, are split into one part for each thread.
+        parts_of_threads = [np.array_split(indices.ravel(), threads)]
         for leaf in jax.tree.leaves(self.row):
             # All threads write into views of one array, so the batch is in memory once.
             rows = np.empty((indices.size, *leaf.shape), leaf.dtype)
-            shares.append(np.array_split(rows, threads))
+            parts_of_threads.append(np.array_split(rows, threads))
             batch.append(rows.reshape(*indices.shape, *leaf.shape))
         # Each thread has its part of the indices, and its rows of every leaf.
         futures = [
             pool.submit(self._fill, some_indices.tolist(), rows_of_leaves)
-            for some_indices, *rows_of_leaves in zip(*shares, strict=True)
+            for some_indices, *rows_of_leaves in zip(*parts_of_threads, strict=True)
         ]
         return batch, futures
 

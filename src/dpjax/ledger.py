@@ -161,6 +161,7 @@ def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None =
         return
     method = _method(mechanism, budget)
     fits = affordable(mechanism, budget)
+    # Where results ended the run earlier, all steps count that were allowed then.
     reached = max(int(ledger.chosen), done + steps)
     if reached > fits:
         # The epsilon of the refused steps shows by how much they exceed the budget.
@@ -245,7 +246,11 @@ def counted(ledger: Ledger, mechanism: Plan) -> np.ndarray:
 
 
 def ran(ledger: Ledger, mechanism: Plan) -> np.ndarray:
-    """The multiplier of each step that ran; refused if it ran under another mechanism."""
+    """The multiplier of each step that ran, ``[steps]``.
+
+    Raises `Refused` unless the ledger is of this mechanism: its facts, as many planned steps as
+    count (`counted`), and the multipliers of its first steps.
+    """
     checks.instance("ledger", "ledger", ledger, Ledger, "Give state.ledger.")
     # A run folder compares mechanisms only on disk. This compares them in memory too: otherwise a
     # state from another sampler is priced at this one's rate.
@@ -350,12 +355,13 @@ class Account:
           Refused: They exceed the budget, protect another unit, or run in a process that cannot
             charge this account.
         """
-        with self._turn():
+        with self._locked():
             charges = [*self.charges, mechanism.facts]
             protected = {(facts["unit"], facts["neighbours"]) for facts in charges}
             if len(protected) > 1:
                 raise Refused(f"ledger.Account: charges protect {sorted(protected)}; expected one.")
             cost = 0.0
+            # An infinite budget admits every cost, so none is computed.
             if math.isfinite(self.budget.epsilon):
                 cost = self._epsilon(charges)
             if cost > self.budget.epsilon:
@@ -368,8 +374,8 @@ class Account:
             if self.path is not None:
                 _files.replace(self.path, json.dumps({"charges": charges}, allow_nan=False))
 
-    def _turn(self) -> contextlib.AbstractContextManager[Any]:
-        """The lock of the account against other threads or processes."""
+    def _locked(self) -> contextlib.AbstractContextManager[Any]:
+        """The account's lock: against other processes if it has a path, else other threads."""
         if self.path is not None:
             return _files.turn(self.path.with_name(f"{self.path.name}.lock"))
         if self._process == os.getpid():

@@ -117,13 +117,15 @@ def placed(tree: PyTree, mesh: Mesh) -> PyTree:
 
     def place(leaf: Any) -> Any:
         sharding = getattr(leaf, "sharding", None)
-        spec = _spec(jnp.shape(leaf), mesh)
+        spec = _default_spec(jnp.shape(leaf), mesh)
         if isinstance(sharding, NamedSharding):
             if sharding.mesh == mesh:
                 return leaf  # as after each step, so it costs nothing
+            # The user's mesh may have explicit axes, and the run's has the same devices and names
+            # with automatic axes. An `AbstractMesh` has no devices to compare.
             if isinstance(sharding.mesh, Mesh) and automatic(sharding.mesh) == mesh:
-                # The user's mesh, but for its explicit axes. A typed key made under them has a spec
-                # longer than its rank.
+                # The spec is cut to the rank of the leaf, because that of a typed key which was
+                # made under explicit axes is longer.
                 spec = PartitionSpec(*sharding.spec[: jnp.ndim(leaf)])
         return put(leaf, NamedSharding(mesh, spec))
 
@@ -206,8 +208,8 @@ def _devices(sharding: Sharding) -> tuple[Any, ...]:
     return tuple(sorted(sharding.device_set, key=lambda device: device.id))
 
 
-def _spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """How `placed` splits a leaf without a place of its own."""
+def _default_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    """How `placed` splits a leaf that does not lie on the mesh."""
     parts = mesh.shape.get(MODEL, 1)
     even = [axis for axis, length in enumerate(shape) if length % parts == 0]
     if parts == 1 or math.prod(shape) < _SMALL or not even:

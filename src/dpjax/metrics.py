@@ -420,7 +420,8 @@ def _batch(name: str, logits: Any, labels: Any) -> tuple[Array, Array]:
         )
     # A traced label has no value yet, so only shapes and dtypes are checked inside jit.
     if not isinstance(labels, Tracer):
-        values = np.asarray(labels)  # jit traces a comparison of JAX arrays
+        # NumPy compares them, because inside jit JAX traces comparisons of concrete arrays too.
+        values = np.asarray(labels)
         if values.min() < 0 or values.max() >= logits.shape[-1]:
             raise ValueError(
                 f"metrics.{name}: got labels from {values.min()} to {values.max()} for logits of "

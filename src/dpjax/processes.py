@@ -32,21 +32,22 @@ def first_process() -> bool:
 
 
 def from_first(make: Callable[[], T]) -> T:
-    """Returns, or raises, in all processes the result of the function in the first process."""
+    """Calls ``make`` in the first process; all processes return its result or raise its error."""
     if jax.process_count() == 1:
         return make()
-    answer = b""  # the pickle of (whether it went well, result or error), in the first process
+    # In the first process, the pickle of (whether `make` succeeded, its result or error).
+    answer = b""
     if first_process():
         try:
             answer = pickle.dumps((True, make()))
         except Exception as error:  # raised below, in every process; also if pickling fails
             answer = pickle.dumps((False, error))
-    # The others give as many zeros, because a broadcast needs arrays of one shape. All unpickle the
-    # bytes of a process of this run, and never a file.
+    # A broadcast needs arrays of one shape, so the other processes give as many zeros.
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(answer))))
-    sent = np.frombuffer(answer or bytes(size), np.uint8)
-    went_well, value = pickle.loads(bytes(multihost_utils.broadcast_one_to_all(sent)))
-    if not went_well:
+    given = np.frombuffer(answer or bytes(size), np.uint8)
+    # The bytes are safe to unpickle: they come from a process of this run, and never from a file.
+    succeeded, value = pickle.loads(bytes(multihost_utils.broadcast_one_to_all(given)))
+    if not succeeded:
         raise value
     return value
 
@@ -90,6 +91,7 @@ def require_equal(call: str, facts: Callable[[], Mapping[str, str]]) -> None:
         fault = error
     if any_process(fault is not None):
         raise fault or Refused(f"{call}: another process failed; its output says why.")
+    # Hashes have one length, which `process_allgather` needs.
     hashes = [hashlib.sha256(value.encode()).digest() for value in values.values()]
     here = np.stack([np.frombuffer(x, np.uint8) for x in hashes])  # [facts, bytes]
     everywhere = np.asarray(multihost_utils.process_allgather(here))  # [processes, facts, bytes]

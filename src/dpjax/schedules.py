@@ -47,12 +47,13 @@ def table(multipliers: ArrayLike, steps_per_epoch: int = 1) -> optax.Schedule:
     hint = "It is round(examples / batch_size), or 1 for a value a step."
     # A step is an int32, so it cannot be divided by a larger number.
     most = 2**31 - 1
-    length = checks.whole("schedules.table", "steps_per_epoch", steps_per_epoch, hint, most=most)
+    divisor = checks.whole("schedules.table", "steps_per_epoch", steps_per_epoch, hint, most=most)
 
     def schedule(step: ArrayLike) -> Float[Array, "..."]:
-        epoch = jnp.asarray(step) // length
-        # The last value holds past the end. `Mechanism` never accounts for a step past its plan.
-        return jnp.asarray(entries)[jnp.clip(epoch, 0, entries.size - 1).astype(jnp.int32)]
+        epoch = jnp.asarray(step) // divisor
+        # A step may be given as a float, which cannot index.
+        index = jnp.clip(epoch, 0, entries.size - 1).astype(jnp.int32)
+        return jnp.asarray(entries)[index]
 
     return schedule
 

@@ -78,7 +78,11 @@ class _Private(BaseEstimator):
         return dpjax.data.Columns.read(self.columns or {}, self.unit_column)
 
     def _rows(self, X: Any, y: Any) -> tuple[np.ndarray, Any]:
-        """Encoded features, and targets: of declared columns encoded ones, or else as given."""
+        """The features ``[rows, features]`` in float32, and the targets ``[rows]``.
+
+        With declared columns, targets are encoded: a class as its number, a quantity in [-1, 1].
+        Otherwise they are as given.
+        """
         if self.columns is None:
             X, y = validate_data(self, X, y, y_numeric=isinstance(self, RegressorMixin))
             return self._scaled(X), y
@@ -87,7 +91,7 @@ class _Private(BaseEstimator):
         # The target is y; if none is given, a column of X.
         frame = X
         if y is not None:
-            frame = {declared.learnt[0]: np.asarray(y)}
+            frame = {declared.learnt[0]: np.asarray(y)}  # by the name of the target's column
         targets = declared.encode_targets(frame)
         check_consistent_length(x, targets)
         return x, targets
@@ -107,17 +111,23 @@ class _Private(BaseEstimator):
         return dpjax.models.MLP(self._widths[:-1], classes=self._widths[-1])
 
     def _train(self, X: Any, x: np.ndarray, targets: np.ndarray, outputs: int, loss: Any) -> Self:
-        """Charges a plan for these rows, and runs it.
+        """Plans a run on these rows, charges it to the account, and runs it.
 
-        ``X`` is as given, with the unit column, and ``x`` has the numbers that the model reads.
+        Args:
+          X: The rows as given, with the unit column.
+          x: The features that the model reads, ``[rows, features]``.
+          targets: As the loss takes them, ``[rows]``.
+          outputs: The number of the model's outputs.
+          loss: One of `dpjax.losses`: ``(outputs of the model, target) -> number``.
         """
         self._widths = (*self.hidden_layer_sizes, outputs)  # `_network` reads them
         model = self._network()
         params = model.init(dpjax.noise.secret_key(), jnp.zeros(x.shape[1]))["params"]
+        # A unit is whom a guarantee protects: a row, or a person with all of its rows.
         units = len(x)
         owners = None
         if self.unit_column is not None:
-            owners = self._declared().owners(X)
+            owners = self._declared().owners(X)  # the person of each row, numbered from 0
             units = int(owners.max()) + 1
         planned = dpjax.plan(units, params, epsilon=self.epsilon, delta=self.delta)
         mechanism = planned.mechanism
@@ -130,6 +140,7 @@ class _Private(BaseEstimator):
             dpjax.losses.of(model, loss), planned.optimizer, mechanism, (x, targets)
         )
         state, _ = dpjax.fit(algorithm, algorithm.init(params), progress=False)
+        # The planned optimizer averages the parameters of about the last tenth of the steps.
         self.params_: PyTree = jax.device_get(dpjax.training.averaged(state))
         self.mechanism_ = mechanism
         return self
@@ -207,10 +218,12 @@ class DPClassifier(ClassifierMixin, _Private):
                 raise ValueError(f"DPClassifier: class {unknown[0]} is not among targets=.")
             targets = np.searchsorted(self.classes_, targets).astype(np.int32)
         else:
+            # The targets are numbers of classes already. The names of classes are words, and become
+            # numbers if y has numbers, because scikit-learn's scores compare predictions with y.
             names = np.array(self._declared().class_names)
             given = np.asarray(y)
-            if given.dtype.kind in "iuf":
-                names = names.astype(given.dtype)  # as y has them, for scores to compare them
+            if given.dtype.kind in "iuf":  # integers and floats
+                names = names.astype(given.dtype)
             self.classes_ = names
         return self._train(X, x, targets, len(self.classes_), dpjax.losses.cross_entropy)
 

@@ -78,12 +78,13 @@ def influence(rule: Clipping, gradients: PyTree) -> float:
 
     def summed(rows: np.ndarray, mask: np.ndarray) -> np.ndarray:
         taken = jax.tree.map(lambda x: jnp.asarray(x)[rows], gradients)
-        return _vector(clipping.clip(rule, taken, mask)[0])
+        clipped_sum, _, _ = clipping.clip(rule, taken, mask)
+        return _vector(clipped_sum)
 
     total = summed(every, np.ones(size, bool))
     moved = []
     for example in every:
-        # A removed example is a masked row, or its row is not there.
+        # A removed example may be a masked row, or its row may be absent: both sums are compared.
         others = every != example
         masked = summed(every, others)
         absent = summed(every[others], np.ones(size - 1, bool))
@@ -159,27 +160,32 @@ def assert_noise(
     *,
     tolerance: float = 0.005,
 ) -> None:
-    """Raises unless the output of a link (or a whole chain) has noise of this deviation.
+    """Raises unless the output of a link (or a whole chain) has noise of this standard deviation.
 
     The chain runs for three updates on the sum over no examples, zeros of the shapes of
-    ``params``, so its output is pure noise. It begins behind the clipping: `assert_private`
-    measures chains with `dpjax.clip_and_sum`. All leaves together are measured, and each leaf by
-    itself, as well as its size allows: a leaf of 1,000 numbers to a seventh, one of 1e6 to half a
-    per cent.
+    ``params``, so its output is pure noise. It begins with the noise link: `assert_private`
+    measures chains that begin with `dpjax.clip_and_sum`.
+
+    The deviation of all numbers of the first update together may differ by ``tolerance``, relative
+    to ``deviation``; the default needs 1e6 numbers or more. That of each leaf may differ by as much
+    as chance allows for its size: by a seventh for 1,000 numbers, by half a per cent for 1e6.
 
     A chain without a noise link, with two, or with another link before it is refused, and so are
     groups whose multipliers give their noise other deviations, and a step with the noise of the
     one before it. Two runs with equal keys are not found, nor a wrong deviation in later steps. If
     the chain divides by the expected batch size or multiplies by a learning rate, so must
-    ``deviation``. The tolerance is relative; the default needs 1e6 numbers or more.
+    ``deviation``.
 
     Example:
       >>> from dpjax import noise
       >>> link = noise.gaussian(2.0, clipping.flat(3.0))
       >>> assert_noise(link, jnp.zeros(1_000_000), deviation=6.0)
     """
-    # The output on zeros is pure noise, so no gradient blurs the measurement.
-    zeros: Any = Sum(jax.tree.map(jnp.zeros_like, params), _Every((), None, ()))
+    from scipy.stats import chi2
+
+    # A noise link compares the limits of a sum with its own rule's, which are not known here.
+    limits = _LimitsOfAnyRule(bounds=(), projections=None, groups=())
+    zeros: Any = Sum(jax.tree.map(jnp.zeros_like, params), limits)
     state = link.init(params)
     released = []
     try:
@@ -191,24 +197,25 @@ def assert_noise(
     noise = released[0]
     if isinstance(noise, Sum):
         raise LawBroken("the chain adds no noise: a clipped sum comes out.")
-    from scipy.stats import chi2
-
-    # The name of the numbers, their deviation, and its least and most relative to the expected one.
+    # For all leaves together, and then for each: which noise it is, as the error names it, its
+    # deviation, and the least and most that this may be, relative to the expected one.
     measured = [("", float(np.std(_vector(noise))), 1 - tolerance, 1 + tolerance)]
     for name, leaf in zip(trees.leaf_names(noise), jax.tree.leaves(noise), strict=True):
         size = np.size(leaf)
         if size:
-            # The measured deviation of few numbers is inexact, but never 0.
+            # The sum of squares, over the expected variance, has a chi-square law with ``size``
+            # degrees of freedom, so a correct leaf is outside with a probability of 2e-9.
             least, most = np.sqrt(chi2(size).ppf([1e-9, 1 - 1e-9]) / size)
             least = min(least, 1 - tolerance)
             most = max(most, 1 + tolerance)
             of_leaf = float(np.sqrt(np.mean(_vector(leaf) ** 2)))
             measured.append((f" of {name or 'the array'}", of_leaf, least, most))
-    for name, root, least, most in measured:
-        if not least * deviation <= root <= most * deviation:
-            raise LawBroken(f"the noise{name} has deviation {root:.6g}, expected {deviation:.6g}.")
+    for name, found, least, most in measured:
+        if not least * deviation <= found <= most * deviation:
+            raise LawBroken(f"the noise{name} has deviation {found:.6g}, expected {deviation:.6g}.")
     for step, (one, other) in enumerate(itertools.pairwise(map(_vector, released))):
-        # The difference of two such releases shows the examples without any noise.
+        # The difference of two such releases shows the examples without any noise. At deviation 0
+        # all are zeros.
         if deviation and np.array_equal(one, other):
             raise LawBroken(f"steps {step} and {step + 1} have the same noise.")
 
@@ -235,23 +242,28 @@ def assert_sampling(sampler: Sampler, *, steps: int = 400, seed: int = 0) -> Non
 
     @jax.jit
     def counts(step: Any) -> Any:
-        """How often a step draws each example, and whether it draws only examples."""
+        """How often a step draws each example, ``[examples]``, and whether all indices exist."""
         indices, mask = sampler.draw(key, step)
         exists = (indices >= 0) & (indices < sampler.examples)
         times = jnp.zeros(sampler.examples, jnp.int32).at[indices].add(mask)
         return times, jnp.all(exists | ~mask)
 
-    times, all_exist = map(np.asarray, jax.lax.map(counts, jnp.arange(steps)))  # [steps, ...]
+    # [steps, examples] and [steps].
+    times, all_exist = map(np.asarray, jax.lax.map(counts, jnp.arange(steps)))
     if not all_exist.all() or times.max(initial=0) > 1:
         raise LawBroken(f"{sampler.name}: a draw holds an example twice, or one that is not there.")
+    # The sampler states in how many steps in turn an example is drawn at most once. Whole cycles
+    # are counted, [cycles, examples].
     cycle = sampler.facts["cycle"]
-    rates = sampler.facts["rates"]
     by_cycle = times[: steps - steps % cycle].reshape(-1, cycle, sampler.examples).sum(axis=1)
     if cycle > 1 and by_cycle.max(initial=0) > 1:
         raise LawBroken(f"{sampler.name}: an example is drawn twice in a cycle of {cycle} steps.")
+    # The checks below are of independent coins, by which the other events do not draw.
     if sampler.facts["event"] != Event.POISSON:
         return
-    # One coin in each cycle draws an example. The most drawn one must not exceed its rate.
+    rates = sampler.facts["rates"]  # pairs: a rate, and the number of steps in turn that have it
+    # One coin in each cycle draws an example, so the number of its draws is binomial. The most
+    # drawn one of a correct sampler exceeds this quantile with a probability below 1e-9.
     largest_rate = max(rate for rate, _ in rates)
     drawn = int(by_cycle.sum(axis=0).max())
     if drawn > binom.ppf(1 - 1e-9 / sampler.examples, len(by_cycle), largest_rate):
@@ -259,9 +271,13 @@ def assert_sampling(sampler: Sampler, *, steps: int = 400, seed: int = 0) -> Non
             f"{sampler.name}: an example is in {drawn} of {len(by_cycle)} draws; expected a rate "
             f"of {largest_rate:.4g}."
         )
+    # Sizes have one binomial law only if each step draws every example by a coin of one rate. At
+    # rate 1 all sizes are equal.
     if len(rates) > 1 or cycle > 1 or largest_rate == 1:
         return
-    # Sizes of Poisson batches are binomial, so a sum of squares as small as this is not by chance.
+    # The sum of the squared deviations of sizes, over the binomial variance, is about chi-square
+    # with steps - 1 degrees of freedom. Below its quantile of 1e-9, sizes vary too little. At rate
+    # 0 the variance is 0, and nothing is divided.
     sizes = times.sum(axis=1)
     variance = sampler.examples * largest_rate * (1 - largest_rate)
     scaled_squares = (steps - 1) * float(np.var(sizes, ddof=1)) / (variance or 1)
@@ -284,7 +300,8 @@ def assert_private(
     r"""Raises unless one example tells as much about a chain's releases as its multiplier allows.
 
     The chain runs on a batch with and without one example, outside ``jit``. At each step the noise
-    link releases $s + \Sigma^{1/2} z$, and one example moves it by
+    link releases $s + \Sigma^{1/2} z$, where $s$ is the clipped sum and $z$ is standard normal.
+    Without the example the sum is $s'$, so the example moves the release by
     $\mu = \lVert \Sigma^{-1/2} (s - s') \rVert$. A step with the multiplier $m$ has
     $\mu = 1 / m$ if it draws the example, and $\mu = 0$ if not; here every second step does. With
     correlated noise only the first step draws it, and $\mu$ of the whole run is at most $1 / m$.
@@ -318,42 +335,49 @@ def assert_private(
       >>> assert_private(chain, {"w": jnp.zeros(5)})
     """
     steps = checks.whole("testing.assert_private", "steps", steps)
-    far = jax.tree.map(lambda x: 1e6 * x[0], _others(params, 1))
+    # One gradient, a million times as long as the gradients of the other examples.
+    long_gradient = jax.tree.map(lambda x: 1e6 * x[0], _others(params, 1))
     if canary is None:
-        canary = far
-    # One state begins all runs, because a chain may draw its key in `init`.
+        canary = long_gradient
+    # All runs begin with one state, because a chain may draw its key in `init`. The first run calls
+    # it, and reports its errors.
     begin = functools.cache(lambda: chain.init(params))
-    run = functools.partial(_runs, chain, begin, params, most_rows)
+    run = functools.partial(_measured_run, chain, begin, params, most_rows)
     # First law: an example moves the releases as far as the multiplier allows.
     without, updates = run(_batches(params, canary, [0] * steps))
-    draws = [1 - step % 2 for step in range(steps)]  # whether a step draws the example
-    # Correlated noise hides an example that takes part once, at the least.
-    once = without[0].strategy is not None
-    if once:
+    draws = [1 - step % 2 for step in range(steps)]  # 1 if a step draws the example, or else 0
+    # The multiplier of correlated noise is for all steps of an example together. How often an
+    # example may take part is not known here, but once is always allowed.
+    is_correlated = without[0].strategy is not None
+    if is_correlated:
         draws = [1] + [0] * (steps - 1)
     examples = {
         "one example": canary,
-        "an example of NaN": jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), far),
-        "an example of infinities": jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), far),
+        "an example of NaN": jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), long_gradient),
+        "an example of infinities": jax.tree.map(
+            lambda x: jnp.full_like(x, jnp.inf), long_gradient
+        ),
     }
     for name, example in examples.items():
         with_it, _ = run(_batches(params, example, draws))
         for step, (ratio, drawn) in enumerate(zip(_ratios(with_it, without), draws, strict=True)):
-            # An example that can take part again moves one step less than all of them; one that
-            # is not finite moves none.
-            least = drawn if example is canary and not once else 0
+            # An example that is not finite is dropped, so it moves nothing. If an example may take
+            # part again, one step moves the release less than the multiplier allows.
+            least = drawn if example is canary and not is_correlated else 0
             if not least - tolerance <= ratio <= drawn + tolerance:
                 raise LawBroken(
                     f"at step {step} {name} moves the release by {ratio:.4g} times what the "
                     f"multiplier says; expected {drawn}. A link before the clipping may see "
                     "several examples, or gradients of earlier batches."
                 )
-    # Second law: equal releases give equal updates. These are two batches of other values, one with
-    # NaN, with other numbers of clipped and drawn examples.
-    for scales, drawn in (([1e6, 1.0, 0.0, 0.0], 4), ([1e-6, jnp.nan, 0.0, 0.0], 2)):
-        scaled = functools.partial(jnp.tensordot, jnp.diag(jnp.float32(scales)), axes=1)
-        batch = Batch(jax.tree.map(scaled, _others(params, 4)), np.arange(4) < drawn)
-        _, again = run([batch] * steps, without)
+    # Second law: equal releases give equal updates. Here the noise is added to the sums of the run
+    # without the example, whichever batch the chain receives. It receives two batches of four
+    # gradients: gradient i is multiplied by factors[i], and the first ``size`` are drawn. So values
+    # differ, NaN among them, and the numbers of clipped and of drawn examples do.
+    for factors, size in (([1e6, 1.0, 0.0, 0.0], 4), ([1e-6, jnp.nan, 0.0, 0.0], 2)):
+        scaled = functools.partial(jnp.tensordot, jnp.diag(jnp.float32(factors)), axes=1)
+        batch = Batch(jax.tree.map(scaled, _others(params, 4)), np.arange(4) < size)
+        _, again = run([batch] * steps, instead=without)
         if trees.fingerprint(updates) != trees.fingerprint(again):
             raise LawBroken(
                 "two batches with one release differ in updates: gradients or the drawn size pass "
@@ -361,8 +385,8 @@ def assert_private(
             )
 
 
-class _Every(Limits):
-    """The limits of the sum over no examples: it is a clipped sum of every rule."""
+class _LimitsOfAnyRule(Limits):
+    """Limits that equal every rule's limits: the sum over no examples is a clipped sum of each."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Limits)
@@ -372,7 +396,11 @@ class _Every(Limits):
 
 
 def _ratios(with_it: Sequence[Measurement], without: Sequence[Measurement]) -> Iterator[float]:
-    """At each step, how far an example moves the release, over how far the multiplier allows."""
+    r"""At each step, how far an example moves the release, over how far the multiplier allows.
+
+    This is $\mu m$, where $\mu^2$ is the sum over leaves of (distance / deviation)$^2$, and $m$ is
+    the multiplier. With a multiplier for each group, it is $(\sum_g m_g^{-2})^{-1/2}$.
+    """
     for step, (present, absent) in enumerate(zip(with_it, without, strict=True)):
         moved = []  # of each leaf, relative to the standard deviation of its noise
         leaves = zip(
@@ -385,7 +413,7 @@ def _ratios(with_it: Sequence[Measurement], without: Sequence[Measurement]) -> I
             distance = np.linalg.norm(
                 np.asarray(leaf, np.float64) - np.asarray(leaf_without, np.float64)
             )
-            # This is infinite or NaN without noise, which the caller takes for a broken law.
+            # This is infinite or NaN without noise, and the caller then raises.
             with np.errstate(divide="ignore", invalid="ignore"):
                 moved.append(distance / deviation)
         multiplier = present.multiplier
@@ -393,12 +421,14 @@ def _ratios(with_it: Sequence[Measurement], without: Sequence[Measurement]) -> I
             multiplier = multiplier(jnp.int32(step))  # links pass this dtype to a schedule
         ratio = float(np.linalg.norm(moved)) * accounting.effective_multiplier(multiplier)
         if present.strategy is not None:
-            # One step moves several rows of a run with correlated noise.
+            # The noise of all steps is C^-1 z for the strategy's matrix C, where z has these
+            # deviations. So C times the releases is C times the sums plus z, and a change of one
+            # step's sum moves it by the norm of a column of C.
             ratio *= float(present.strategy.column_norms()[step])
         yield ratio
 
 
-def _runs(
+def _measured_run(
     chain: optax.GradientTransformation,
     begin: Callable[[], PyTree],
     params: PyTree,
@@ -406,17 +436,19 @@ def _runs(
     batches: Sequence[Batch],
     instead: Sequence[Measurement] = (),
 ) -> tuple[list[Measurement], list[PyTree]]:
-    """The sums that reach a chain's noise link, and its updates.
+    """Runs a chain: the sum of each step that reaches its noise link, and the update of each step.
 
-    Measurements of an earlier run, given as ``instead``, replace the sums before the noise.
+    ``begin`` returns the first state of the chain. Measurements of an earlier run, given as
+    ``instead``, replace the sums before the noise.
     """
     measurements = list[Measurement]()
     replacements = iter(instead)
 
-    class Measured(GaussianState):
-        """The state of a noise link, which records the sum that its noise meets, or replaces it.
+    class RecordingState(GaussianState):
+        """The state of a noise link that records each sum, and replaces it if there is another.
 
-        The link adds its noise to what `meeting` returns.
+        The link calls `meeting` in each update, and adds its noise to the sum that this returns.
+        ``below`` is a count that a link with an adapted bound adds noise to as well.
         """
 
         def meeting(self, clipped: Sum, below: Any, noise: LinkNoise) -> tuple[PyTree, Any]:
@@ -429,17 +461,19 @@ def _runs(
                 below=below,
             )
             measurements.append(measurement)
-            met = next(replacements, measurement)
-            return met.total, met.below
+            before_noise = next(replacements, measurement)
+            return before_noise.total, before_noise.below
 
-    def measured(node: Any) -> Any:
-        return Measured(*node) if isinstance(node, GaussianState) else node
+    def recording(node: Any) -> Any:
+        return RecordingState(*node) if isinstance(node, GaussianState) else node
 
     update_with = optax.with_extra_args_support(chain).update
     try:
-        state = jax.tree.map(measured, begin(), is_leaf=lambda x: isinstance(x, GaussianState))
+        # The state of the chain, in which the state of each noise link records.
+        state = jax.tree.map(recording, begin(), is_leaf=lambda x: isinstance(x, GaussianState))
         updates = list[PyTree]()
         for gradients, mask in batches:
+            # The link of a mechanism over persons takes a mask of each person's rows.
             if most_rows is not None:
                 mask = np.repeat(mask[:, None], most_rows, axis=1)
             update, state = update_with(gradients, state, params, mask=mask)

@@ -101,17 +101,17 @@ _copies = jax.jit(lambda arrays: list(map(jnp.copy, arrays)))
 def copy(tree: PyTree) -> PyTree:
     """A tree with copies of its JAX arrays, in new buffers; other leaves as they are."""
     leaves, structure = jax.tree.flatten(tree)
-    # A state may lie on several sets of devices, which JAX refuses in one program. So the numbers
-    # of the leaves are sorted by sharding.
-    by_sharding: dict[Any, list[int]] = {}
+    # A state may lie on several sets of devices, which JAX refuses in one program. So the indices
+    # of the leaves are grouped by sharding.
+    indices_by_sharding: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, jax.Array):
             # A tracer has none, and all tracers belong to one program.
             sharding = None if isinstance(leaf, Tracer) else leaf.sharding
-            by_sharding.setdefault(sharding, []).append(i)
-    for numbers in by_sharding.values():
-        copies = _copies([leaves[i] for i in numbers])
-        for i, leaf_copy in zip(numbers, copies, strict=True):
+            indices_by_sharding.setdefault(sharding, []).append(i)
+    for indices in indices_by_sharding.values():
+        copies = _copies([leaves[i] for i in indices])
+        for i, leaf_copy in zip(indices, copies, strict=True):
             leaves[i] = leaf_copy
     return jax.tree.unflatten(structure, leaves)
 
@@ -179,10 +179,11 @@ def widened(tree: PyTree) -> PyTree:
 
 
 def widened_exactly(x: Array) -> Array:
-    """The same numbers in float32 or wider, equal for every reader; integers as they are.
+    """The same numbers in float32 or wider, with the same bits at each use; integers as they are.
 
-    XLA widens a bfloat16 that it has just rounded, and may leave out the rounding: in the norm and
-    not in the sum. It keeps an explicit rounding, to the digits that the dtype has anyway.
+    Where a program rounds to bfloat16 and then widens, XLA may drop the rounding at one use and not
+    at another: the norm of a gradient is then not that of the gradient in the sum. XLA keeps an
+    explicit rounding, `jax.lax.reduce_precision`, to the digits that the narrow dtype has anyway.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype == wide(x.dtype):
         return x
@@ -191,15 +192,17 @@ def widened_exactly(x: Array) -> Array:
     wide_exponent_bits = jnp.finfo(wider.dtype).nexp
     exponent_bits = narrow_info.nexp
     if narrow_info.bits <= 8:
-        # A float8 may have numbers where IEEE's format with its exponent bits has infinity.
+        # A float8 may have finite numbers where IEEE's format with as many exponent bits has
+        # infinity, so only the mantissa is rounded.
         exponent_bits = wide_exponent_bits
     rounded = jax.lax.reduce_precision(wider, exponent_bits, narrow_info.nmant)
-    if narrow_info.nexp == wide_exponent_bits:
+    if narrow_info.nexp == wide_exponent_bits:  # as bfloat16 and float32
         return rounded
-    # XLA rounds subnormal numbers to 0 with fewer exponent bits: in a float16 all below 6e-5.
-    unit = float(narrow_info.smallest_subnormal)
+    # With fewer exponent bits XLA rounds subnormal numbers to 0, in float16 all below 6e-5. These
+    # are multiples of the smallest one, and are rounded as such.
+    smallest = float(narrow_info.smallest_subnormal)
     is_subnormal = jnp.abs(wider) < float(narrow_info.smallest_normal)
-    return jnp.where(is_subnormal, jnp.round(wider / unit) * unit, rounded)
+    return jnp.where(is_subnormal, jnp.round(wider / smallest) * smallest, rounded)
 
 
 def zeros_wide(tree: PyTree) -> PyTree:
@@ -257,11 +260,11 @@ def restored(saved: bytes, like: PyTree, where: str) -> PyTree:
     names = leaf_names(like)
     shapes_expected = dict(zip(names, (list(np.shape(leaf)) for leaf in leaves), strict=True))
     for name in {**shapes_expected, **shapes_saved}:
-        there = shapes_saved.get(name, "no leaf")
-        here = shapes_expected.get(name, "no leaf")
-        if there != here:
+        found = shapes_saved.get(name, "no leaf")
+        expected = shapes_expected.get(name, "no leaf")
+        if found != expected:
             raise ValueError(
-                f"{where}: found {there} at {name!r}, expected {here}. Give the tree that was "
+                f"{where}: found {found} at {name!r}, expected {expected}. Give the tree that was "
                 "trained."
             )
     return structure.unflatten(jnp.array(arrays[name]) for name in names)
@@ -336,33 +339,39 @@ def random_like(
 ) -> PyTree:
     """A tree of independent draws, or of the results of ``use``; consumes the key.
 
+    Adjacent leaves share one draw, as many as `_TOGETHER` allows.
+
     Args:
-      sample: ``(key, shape, dtype, after=...)``, which draws for adjacent leaves together.
+      sample: ``(key, shape, dtype, after=...) -> array``, one draw; it waits for ``after``, which
+        is an earlier result.
       key: Consumed.
-      tree: Its shapes and dtypes are drawn.
+      tree: The numbers that are drawn have its shapes, in float32 or wider.
       more: Trees of the same structure, for ``use``.
-      use: ``(draw, leaf, *leaves of more) -> array``, in place of the draw. A draw then waits until
-        the draws before it are used up, so they are not in memory together.
-      parts: ``(key, shapes, dtype)``, which draws the same numbers as an array for each leaf.
+      use: ``(draw of a leaf, leaf, *leaves of more) -> array``, such as the leaf plus its noise.
+        The tree then has its results, and each draw waits until earlier ones are used up, so they
+        are not in memory together.
+      parts: ``(key, shapes, dtype) -> arrays``, in place of ``sample``, for leaves that a mesh
+        splits: it draws the same numbers, as an array for each leaf.
     """
 
     def cut_from_one(key: Key, shapes: Sequence[Any], dtype: Any, **options: Any) -> list[Array]:
+        """One draw, cut into an array for each leaf."""
         return cut(sample(key, (sum(map(math.prod, shapes)),), dtype, **options), shapes)
 
     leaves, structure = jax.tree.flatten(tree)
-    columns = [leaves, *map(structure.flatten_up_to, more)]  # each with an entry for every leaf
-    values: list[Array] = []
+    leaves_of_trees = [leaves, *map(structure.flatten_up_to, more)]
+    values: list[Array] = []  # draws, or results of `use`, in the order of leaves
     for run in _runs(leaves):
         shapes = [jnp.shape(leaf) for leaf in run]
-        # The key is that of the first leaf: a run keeps its noise when later leaves change.
+        # The key is that of the run's first leaf, so a run keeps its draw if later leaves change.
         run_key = jax.random.fold_in(key, len(values))
         options = {}
-        if use is not None and values and not parts:  # `parts` has no such option
+        if use is not None and values and not parts:  # `parts` takes no `after`
             options = {"after": values[-1]}
         draw = parts or cut_from_one
         for numbers in draw(run_key, shapes, wide(run[0].dtype), **options):
             if use is not None:
-                leaf_and_more = [column[len(values)] for column in columns]
+                leaf_and_more = [of_tree[len(values)] for of_tree in leaves_of_trees]
                 numbers = use(numbers, *leaf_and_more)
             values.append(numbers)
     return structure.unflatten(values)
@@ -377,9 +386,12 @@ def cut(array: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
 
 
 def _runs(leaves: Sequence[Array]) -> list[list[Array]]:
-    """Cuts leaves into runs of one dtype, each of at most `_TOGETHER` numbers or of one leaf."""
+    """Groups adjacent leaves that share a draw: of one dtype, and at most `_TOGETHER` numbers.
+
+    A longer leaf has a draw of its own.
+    """
     runs: list[list[Array]] = []
-    room = 0  # numbers that the last run may still take
+    room = 0  # how many more numbers the last run may have
     for leaf in leaves:
         size = math.prod(jnp.shape(leaf))
         # A run ends where the dtype changes, because one draw has one dtype.

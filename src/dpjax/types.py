@@ -226,7 +226,7 @@ class Clipping:
 
     def __post_init__(self) -> None:
         call = "types.Clipping" if self.name == "custom" else f"clipping.{self.name}"
-        # A NumPy or JAX scalar becomes Python's number, which cards can hold.
+        # A NumPy or JAX scalar becomes Python's number, which a privacy card can hold as JSON.
         hint = "It is the most that one example can move the sum."
         bounds = tuple(checks.not_negative(call, "bound", bound, hint) for bound in self.bounds)
         object.__setattr__(self, "bounds", bounds)

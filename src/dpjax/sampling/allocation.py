@@ -92,14 +92,16 @@ def random_allocation(examples: int, batches: int) -> Sampler:
     kind = "random"
     if is_sparse(examples, batch_size):
         kind = "pseudo-random"
-        # Bernstein's inequality for a binomial size: exp(-60) is below 2^-86.
+        # Bernstein's inequality: a binomial size of mean b exceeds b + x with probability at most
+        # exp(-x^2 / (2b + 2x/3)). That is exp(-60), below 2^-86, for x = 20 + sqrt(400 + 120 b).
         room = batch_size + 20 + math.sqrt(400 + 120 * batch_size)
         capacity = min(examples, math.ceil(room))
         batch = _batch_of_order(examples, batches, capacity)
     description = stated(examples, batch_size, event="allocation", cycle=batches)
 
     def draw(key: Key, step: Any, epoch_key: Key = None) -> Draw:
-        if epoch_key is None:  # a training state holds one
+        # A training run gives the key of the current epoch. Without one it follows from `key`.
+        if epoch_key is None:
             epoch_key = description["bins"].key(key, step)
         return batch(epoch_key, step % batches)
 
@@ -118,7 +120,7 @@ def _batch_of_bins(examples: int, batches: int, epoch_key: Key, number: Any) -> 
 
 
 def _batch_of_order(examples: int, batches: int, capacity: int) -> Callable[[Key, Any], Draw]:
-    """From the key of an epoch and a batch's number to a piece of the pseudo-random order."""
+    """``(key of an epoch, number of a batch) -> Draw``: one piece of the pseudo-random order."""
     piece = _pieces(examples, batches)
 
     def batch(epoch_key: Key, number: Any) -> Draw:
@@ -127,14 +129,15 @@ def _batch_of_order(examples: int, batches: int, capacity: int) -> Callable[[Key
         # A window of `capacity` places of the order is read. Near the end of the order the window
         # begins before the piece, because `permuted` may walk forever from a place beyond the end.
         first = jnp.minimum(start, examples - capacity)
-        indices = permuted(for_order, examples, np.arange(capacity), first)
+        indices = permuted(for_order, examples, np.arange(capacity), first)  # of the window
         places = jnp.arange(capacity, dtype=jnp.int32)
-        start_of_piece = start - first
-        in_piece = (places >= start_of_piece) & (places < start_of_piece + size)
-        # The draw is in the order of the data, so a stream reads forwards.
+        start_in_window = start - first
+        in_piece = (places >= start_in_window) & (places < start_in_window + size)
+        # The indices of the piece come first, because `LARGEST` is above them. They are sorted, so
+        # a stream reads forwards.
         ordered = jnp.sort(jnp.where(in_piece, indices, LARGEST))
         mask = places < size
-        # Padding must hold valid indices, and `LARGEST` is not one: any others of the window do.
+        # Padding needs valid indices. `LARGEST` is not one, and any index of the window is.
         return Draw(jnp.where(mask, ordered, indices), mask)
 
     return batch
@@ -147,16 +150,16 @@ def bins_of(key: Key, size: int, bins: int) -> Int[Array, " size"]:
     """
     words = jax.random.bits(key, (size, _COIN), jnp.uint32)
     numbers = 2 ** (32 * _COIN)
-    # Numbers above the last multiple of ``bins`` make some bins likelier.
+    # The last number of a whole cycle of bins: numbers above it make the first bins likelier.
     last = numbers - numbers % bins - 1
     # The bits of the second word join the remainder a few at a time, so it stays below 2^32.
     remainder = words[:, 0] % bins
     width = 32 - bins.bit_length()
-    left = 32
-    while left:
-        count = min(width, left)
-        left -= count
-        next_bits = (words[:, 1] >> left) & (2**count - 1)
+    bits_left = 32
+    while bits_left:
+        count = min(width, bits_left)
+        bits_left -= count
+        next_bits = (words[:, 1] >> bits_left) & (2**count - 1)
         remainder = ((remainder << count) | next_bits) % bins
     beyond = less(jnp.asarray(digits(last, _COIN), jnp.uint32), words)
     return jnp.where(beyond, -1, remainder.astype(jnp.int32))
@@ -165,17 +168,25 @@ def bins_of(key: Key, size: int, bins: int) -> Int[Array, " size"]:
 def _pieces(
     examples: int, bins: int
 ) -> Callable[[Key, Any], tuple[Int[Array, ""], Int[Array, ""]]]:
-    """From a key and a bin's number to the start and the size of its piece of the order."""
+    """``(key, number of a bin) -> (start, size)`` of the bin's piece of the order.
+
+    Each bin first has a Poisson number of places. The examples that these numbers leave choose a
+    bin one by one, and each adds a place to it; see the top of this file.
+    """
     slack = 11 * math.isqrt(examples)
-    # A short fraction, rounded down: on average all sizes together leave `slack` examples.
+    # On average the Poisson numbers together leave `slack` examples, or slightly more: the fraction
+    # is rounded down to a multiple of 2^-32.
     mean = Fraction((examples - slack) * 2**32 // bins, 2**32)
     least, tails = poisson_table(mean)
 
     def piece(key: Key, number: Any) -> tuple[Int[Array, ""], Int[Array, ""]]:
         for_table, for_rest = jax.random.split(key)
         words = jax.random.bits(for_table, (bins, _WORDS), jnp.uint32)
-        sizes = least + _fallen(words, jnp.asarray(tails))  # Poisson, [bins]
-        # The rest of the examples choose a bin one by one.
+        # A Poisson number for each bin, [bins], by inversion: it is at least `least` + i where the
+        # random number is below the probability of this.
+        sizes = least + _count_above(words, jnp.asarray(tails))
+        # The examples that are left choose a bin one by one. Their number is from 0 to `most`,
+        # except with a probability below 2^-80.
         rest = examples - jnp.sum(sizes, dtype=jnp.int32)
         most = 2 * slack + 2
         chosen = bins_of(for_rest, most, bins)
@@ -193,12 +204,14 @@ def _pieces(
 
 
 def poisson_table(mean: Fraction) -> tuple[int, np.ndarray]:
-    """A table of the Poisson law: its least number, and the probabilities of more, in order.
+    """A table of a Poisson number X: the least value ``m`` that it takes here, and its tails.
 
-    They are of at least 1 more, 2 more, ..., in units of 2^-96, as words ``[numbers, words]``.
+    Row i of the tails is the probability of X >= m + 1 + i, in units of 2^-96, as words of 32 bits
+    ``[values, words]``, the most significant first.
     """
-    # Weights are integers, 2^128 for the likeliest number. Each is that of the number before, times
-    # mean / number. They go outwards until one is 2^-104 of the largest.
+    # The weight of a value is an integer, proportional to its probability: that of the value before
+    # times mean / value. Weights are computed from the mode, which has 2^128, in both directions,
+    # until one is at most 2^-104 of that.
     numerator, denominator = mean.as_integer_ratio()
     mode = int(mean)
     above = [2**128]
@@ -208,16 +221,19 @@ def poisson_table(mean: Fraction) -> tuple[int, np.ndarray]:
     while below[-1] > 2**24 and len(below) <= mode:
         below.append(below[-1] * denominator * (mode + 1 - len(below)) // numerator)
     least = mode + 1 - len(below)
-    # The mode is in both lists.
+    # From the least value to the largest; the mode is in both lists.
     weights = np.array([*below[:0:-1], *above], object)
-    sums_of_larger = np.cumsum(weights[:0:-1])[::-1]
+    sums_of_larger = np.cumsum(weights[:0:-1])[::-1]  # for each value, of the larger values
     tails = sums_of_larger * 2 ** (32 * _WORDS) // weights.sum()
     words = [digits(tail, _WORDS) for tail in tails]
     return least, np.array(words, np.uint32)
 
 
-def _fallen(words: UInt[Array, "n words"], tails: UInt[Array, "m words"]) -> Int[Array, " n"]:
-    """How many of the falling ``tails`` are above each number, bit by bit of this count."""
+def _count_above(words: UInt[Array, "n words"], tails: UInt[Array, "m words"]) -> Int[Array, " n"]:
+    """How many of the decreasing ``tails`` are above each number: a bisection.
+
+    The bits of the count are found from the highest to the lowest.
+    """
     highest_bit = len(tails).bit_length() - 1
 
     def body(i: Int[Array, ""], count: Array) -> Array:

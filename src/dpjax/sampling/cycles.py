@@ -20,8 +20,8 @@ from dpjax.types import Draw, Key, Purpose, Sampler
 def cyclic_poisson(examples: int, batch_size: float, *, cycle: int) -> Sampler:
     r"""Poisson sampling from one part of the data after the other, for correlated noise.
 
-    Each example belongs to one of ``cycle`` parts, drawn once for the run, independently of all
-    other examples. Step $t$ draws from part $t \bmod b$, each example with probability
+    Each example belongs to one of $b$ parts, drawn once for the run, independently of all other
+    examples; $b$ is ``cycle``. Step $t$ draws from part $t \bmod b$, each example with probability
     $q = b \cdot \mathrm{batch\_size} / \mathrm{examples}$. So an example can be in every $b$-th
     step only, and banded noise with at most $b$ bands is amplified.
 
@@ -59,7 +59,7 @@ def cyclic_poisson(examples: int, batch_size: float, *, cycle: int) -> Sampler:
     def draw(key: Key, step: Any, coin_key: Key | None = None) -> Draw:
         # Parts last for the run and follow from `key`. A run gives a `coin_key` of its own, so two
         # runs from one state have the same parts and independent coins.
-        parts = parts_of(trees.step_key(key, Purpose.PARTS, 0), examples, cycle)
+        parts = parts_of(trees.step_key(key, Purpose.PARTS, 0), examples, cycle)  # [examples]
         here = parts == step % cycle
         if coin_key is None:
             coin_key = key

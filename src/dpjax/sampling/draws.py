@@ -34,9 +34,10 @@ def fold(
         is True for those in the draw: the last microbatch is padded.
       first: The total of an empty draw. For a clipped sum, begin with
         `dpjax.clipping.empty_sum` and let ``add`` return ``clipped(..., start=total).total``.
-      share: ``(which, of)``: every ``of``-th microbatch, starting at number ``which``.
+      share: ``(which, of)``: only every ``of``-th microbatch, starting at number ``which``, as one
+        of ``of`` devices adds them.
       block: ``(count, settle)``: after every ``count`` microbatches of the share, and after the
-        last, ``settle`` maps the total to the one that is continued.
+        last, ``settle(total)`` replaces the total, to add a block to a compensated sum for example.
 
     Example:
       >>> draw = Draw(jnp.array([3, 0, 4, 1, 2]), jnp.array([True, True, True, False, False]))
@@ -51,11 +52,11 @@ def fold(
         )
     which, of = share
     drawn = draw.size
-    apart = of * size  # from one microbatch of a share to the next
+    stride = of * size  # from the start of a share's microbatch to the start of its next one
     # Without padding, `dynamic_slice` shifts the last microbatches back, over rows already added.
-    pads = [(0, apart)]
+    pads = [(0, stride)]
     if draw.mask.ndim == 2:
-        pads.append((0, 0))  # the rows of a person
+        pads.append((0, 0))  # the axis of a person's rows
     indices = jnp.pad(draw.indices, pads)
     masks = jnp.pad(draw.mask, pads)
 
@@ -66,9 +67,10 @@ def fold(
         rows = jax.lax.dynamic_slice_in_dim(indices, start, size)
         mask = jax.lax.dynamic_slice_in_dim(masks, start, size)
         # Devices take turns, so their shares differ by one microbatch at most.
-        return start + apart, add(rows, mask, total)
+        return start + stride, add(rows, mask, total)
 
-    # All shares end with the first share: the other devices wait for one whose loop ends early.
+    # Every share takes as many turns as the first one, which has the most. Otherwise a collective
+    # in `add` waits for a device whose loop has ended. Further turns have only masked rows.
     def more(carry: tuple[Int[Array, ""], T]) -> Any:
         start, _ = carry
         return start - which * size < drawn
@@ -79,9 +81,10 @@ def fold(
         return total
     count, settle = block
 
+    # An inner loop adds the microbatches of one block.
     def body_of_blocks(carry: tuple[Int[Array, ""], T]) -> tuple[Int[Array, ""], T]:
-        end = carry[0] + count * apart
-        start, total = jax.lax.while_loop(lambda c: more(c) & (c[0] < end), body, carry)
+        end_of_block = carry[0] + count * stride
+        start, total = jax.lax.while_loop(lambda c: more(c) & (c[0] < end_of_block), body, carry)
         return start, settle(total)
 
     _, total = jax.lax.while_loop(more, body_of_blocks, begin)

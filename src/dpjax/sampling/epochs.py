@@ -40,8 +40,8 @@ def shuffled(examples: int, batch_size: int) -> Sampler:
 
     if is_sparse(examples, batch_size):
         kind = "pseudo-randomly shuffled"
-        # Batch t has the places t, t + steps, t + 2 steps, ... of the permutation, for the steps of
-        # an epoch. They are int64 constants plus an int32, because JAX has no int64 by default.
+        # With n batches in an epoch, batch t has the examples at t, t + n, t + 2n, ... of the
+        # permutation. These are int64 constants plus an int32, because JAX has no int64 by default.
         places = np.arange(batch_size) * (examples // batch_size)
 
         def batch(key: Key, epoch: Any, number: Any) -> Array:
@@ -61,7 +61,7 @@ def shuffled(examples: int, batch_size: int) -> Sampler:
         batch_size,
         batch,
         f"{kind} batches; no amplification is proved: one Gaussian an epoch",
-        place="any",
+        place="any",  # each epoch has an example in another step
     )
 
 
@@ -99,6 +99,7 @@ def curriculum(
     place = None
     if public:
         claim = "a public fixed order; no amplification is proved: one Gaussian an epoch"
+        # Poisson sampling at rate 1: an example is in one step of each epoch, always the same step.
         event = "poisson"
         place = "same"
 
@@ -130,7 +131,8 @@ def _epochs(
 ) -> Sampler:
     """A sampler whose batches are disjoint in an epoch.
 
-    ``batch(key, epoch, number)`` gives the examples of a batch, ``[batch_size]``.
+    ``batch(key, epoch, number)`` gives the examples of a batch, ``[batch_size]``. ``event`` and
+    ``place`` are as for `stated`, with an epoch as the cycle.
     """
     # A last, smaller batch has no place in a compiled step.
     steps = examples // batch_size

@@ -90,7 +90,8 @@ def stated(
 
     def participation(steps: int) -> strategies.Participation:
         if place == Place.ANY:
-            # The last batch of a cycle can share an example with the first one of the next.
+            # The last step of a cycle can share an example with the first one of the next cycle, so
+            # two steps of an example may be 1 apart.
             number_of_cycles = -(-steps // cycle)
             return strategies.apart(1, number_of_cycles)
         return strategies.cycles(cycle)
@@ -101,12 +102,12 @@ def stated(
     def key_of_run(key: Key, step: Any) -> Key:
         return trees.step_key(key, Purpose.PARTS, 0)
 
-    # Which key decides the bins of examples, and for how many steps.
+    # The bin of an example is its step of a cycle. One key decides all bins, for ``steps`` steps.
     bins = None
     if kind is Event.ALLOCATION:
-        bins = Bins(cycle, key_of_cycle)
+        bins = Bins(steps=cycle, key=key_of_cycle)
     elif place == Place.RANDOM:
-        bins = Bins(LARGEST, key_of_run)
+        bins = Bins(steps=LARGEST, key=key_of_run)  # more steps than a run can have
 
     return {
         "examples": examples,

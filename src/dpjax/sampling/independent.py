@@ -81,7 +81,7 @@ def poisson(examples: int, batch_size: float) -> Sampler:
         capacity = examples
 
         def batch(key: Key) -> Draw:
-            return coins(key, jnp.full(examples, largest, jnp.uint32), True)
+            return coins(key, jnp.full(examples, largest, jnp.uint32), eligible=True)
 
     def draw(key: Key, step: Any) -> Draw:
         return batch(trees.step_key(key, Purpose.SAMPLING, step))
@@ -93,7 +93,7 @@ def poisson(examples: int, batch_size: float) -> Sampler:
         draw=draw,
         claim=f"{kind}; amplification by sampling is proved and counted",
         independent=True,
-        **stated(examples, batch_size, rates=[[rate, 1]]),
+        **stated(examples, batch_size, rates=[[rate, 1]]),  # one rate in all steps
     )
 
 
@@ -190,18 +190,19 @@ def scored(
       >>> sampler.facts["rates"]
       [[0.01, 400], [0.01, 400], [0.01, 400], [0.01, 400], [0.01, 400]]
     """
-    places = np.asarray(bins)
-    table = np.asarray(rates, np.float64)
-    _, batch_size = checked_sizes("scored", places.size, batch_size, LARGEST)
+    bin_numbers = np.asarray(bins)  # [examples]
+    table = np.asarray(rates, np.float64)  # [rows, bins]
+    _, batch_size = checked_sizes("scored", bin_numbers.size, batch_size, LARGEST)
     steps_per_row = checked_count("scored", "steps_per_row", steps_per_row)
+    # A smaller rate than 2^-32 is below that of a single 32-bit word.
     possible = (table == 0) | ((table >= 1 / WORDS) & (table <= 1))
     if table.ndim != 2 or not np.all(possible):
         raise ValueError(
             "sampling.scored(rates): expected rates [rows, bins] from 0 to 1, each 0 or at least "
             "2^-32."
         )
-    integers = places.ndim == 1 and np.issubdtype(places.dtype, np.integer)
-    if not integers or np.any(places < 0) or np.any(places >= table.shape[1]):
+    integers = bin_numbers.ndim == 1 and np.issubdtype(bin_numbers.dtype, np.integer)
+    if not integers or np.any(bin_numbers < 0) or np.any(bin_numbers >= table.shape[1]):
         raise ValueError(
             f"sampling.scored(bins): expected one whole number from 0 to {table.shape[1] - 1} for "
             "each example, as np.digitize(scores, thresholds) gives."
@@ -209,10 +210,11 @@ def scored(
     # The largest rate of a row holds for every example: the accounting must not reveal who is in
     # which bin.
     counted_rates = [[float(rate), steps_per_row] for rate in table.max(axis=1)]
-    bin_of = jnp.asarray(places, jnp.int32)
-    words = np.maximum(np.floor(table * WORDS) - 1, 0)
-    largest = jnp.asarray(words.astype(np.uint32))  # of the words that draw, [rows, bins]
-    # At rate 0 a word of 0 is not above the largest, so these bins are not eligible.
+    bin_of = jnp.asarray(bin_numbers, jnp.int32)
+    # An example is drawn if a uniform 32-bit word is at most this, as in `largest_word`.
+    largest_words = np.maximum(np.floor(table * WORDS) - 1, 0)
+    largest = jnp.asarray(largest_words.astype(np.uint32))  # [rows, bins]
+    # At rate 0 the word 0 still draws an example, so these bins are not eligible.
     eligible = jnp.asarray(table > 0)
 
     def draw(key: Key, step: Any) -> Draw:
@@ -223,10 +225,10 @@ def scored(
     return Sampler(
         name="scored",
         rates_by_bin=True,
-        capacity=places.size,
+        capacity=bin_numbers.size,
         draw=draw,
         claim="Poisson sampling at a rate for each bin of public scores; the largest is counted",
-        fingerprint=trees.fingerprint([np.asarray(places, np.int64), table]),
+        fingerprint=trees.fingerprint([np.asarray(bin_numbers, np.int64), table]),
         independent=True,
-        **stated(places.size, batch_size, rates=counted_rates),
+        **stated(bin_numbers.size, batch_size, rates=counted_rates),
     )

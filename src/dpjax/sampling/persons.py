@@ -61,13 +61,14 @@ def persons(owners: ArrayLike, batch_size: float, most_rows: int = 1) -> Sampler
     of_people = poisson(len(counts), batch_size)
     # Rows are ordered by person, so the shapes of a draw do not depend on how many each one owns.
     ordered = jnp.asarray(np.argsort(ids, kind="stable"), jnp.int32)
-    sizes = jnp.asarray(counts)
-    starts = jnp.asarray(np.cumsum(counts) - counts, jnp.int32)  # of a person in `ordered`
+    sizes = jnp.asarray(counts)  # how many rows each person has, [persons]
+    starts = jnp.asarray(np.cumsum(counts) - counts, jnp.int32)  # of each person in `ordered`
 
     def draw(key: Key, step: Any) -> Draw:
         people = of_people.draw(key, step)
         count = sizes[people.indices].astype(jnp.int32)  # the rows of each drawn person
         taken = jnp.minimum(count, most_rows)
+        # Which of the rows of each person are drawn, counted from 0, [people, most_rows].
         places = subsets(trees.step_key(key, Purpose.ROWS, step), count, taken, most_rows)
         real = jnp.arange(most_rows)[None] < taken[:, None]  # [people, most_rows]
         # Padding is a row of the same person: zeros or other people's rows may have NaN gradients.
@@ -75,6 +76,7 @@ def persons(owners: ArrayLike, batch_size: float, most_rows: int = 1) -> Sampler
         indices = ordered[starts[people.indices][:, None] + places]
         return Draw(indices, real & people.mask[:, None])
 
+    # The claim of `poisson` has two parts: how it draws, and what is proved.
     kind, proof = of_people.claim.split("; ")
     each = "one row"
     if most_rows > 1:

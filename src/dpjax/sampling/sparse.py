@@ -105,12 +105,16 @@ def digits(number: int, words: int = _WORDS) -> list[int]:
 
 
 def scattered(key: Key, examples: int, block: Block) -> Draw:
-    """Draws each example with a probability of at most the block's rate, whatever else is drawn."""
+    """Draws each example with a probability of at most the block's rate, whatever else is drawn.
+
+    An index is ``block * 2**shift + cell``.
+    """
     blocks = block.count(examples)
     balls, words = block.tails.shape
     for_numbers, for_cells = jax.random.split(key)
     random_words = jax.random.bits(for_numbers, (1, blocks, words), jnp.uint32)
-    # Ball j of a block falls if the block's random number is below the probability of j balls.
+    # Each block has one random number. Ball j of the block falls if that number is below the
+    # probability of at least j balls.
     falls = less(random_words, jnp.asarray(block.tails)[:, None])  # [balls, blocks]
     cells = jax.random.bits(for_cells, (balls, blocks), jnp.uint32) >> (32 - block.shift)
 
@@ -118,18 +122,21 @@ def scattered(key: Key, examples: int, block: Block) -> Draw:
     is_complete = jnp.arange(blocks, dtype=jnp.uint32) < (examples >> block.shift)
     cells_of_last = examples & (2**block.shift - 1)
     holds_example = is_complete[None] | (cells < cells_of_last)
+    # A ball hits an example unless an earlier ball of its block has hit the same cell.
     repeated = _repeated(cells, jnp.sum(falls, axis=0, dtype=jnp.int32))
     hits = falls & holds_example & ~repeated
 
-    # The places of the hits among all balls, in the order of blocks: a stream reads forwards.
+    # The balls that hit, as indices into ``[blocks * balls]``, block after block: a stream reads
+    # forwards.
     hit = listed(hits.T.reshape(-1))
     # Padding repeats the drawn examples in turn.
     turns = jnp.arange(hit.mask.size, dtype=jnp.int32) % jnp.maximum(hit.size, 1)
-    places = hit.indices[turns]
-    block_of_place = (places // balls).astype(jnp.uint32)
-    cell_of_place = cells.T.reshape(-1)[places]
-    indices = _joined(block_of_place, cell_of_place, block.shift, examples)
-    # An empty draw has nothing to repeat, so each of its places names another example.
+    balls_that_hit = hit.indices[turns]
+    block_of_ball = (balls_that_hit // balls).astype(jnp.uint32)
+    cell_of_ball = cells.T.reshape(-1)[balls_that_hit]
+    indices = _joined(block_of_ball, cell_of_ball, block.shift, examples)
+    # An empty draw has nothing to repeat, so its padding is the indices 0, 1, 2, ..., whose high
+    # digit is 0.
     counted = jnp.arange(len(indices), dtype=jnp.uint32)
     padding = _joined(jnp.zeros_like(counted), counted, _DIGIT_BITS, examples)
     return Draw(jnp.where(hit.size > 0, indices, padding), hit.mask)
@@ -174,9 +181,9 @@ def distinct(key: Key, examples: int, size: int) -> Array:
 
 
 def _uniform(key: Key, examples: int, size: int) -> UInt[Array, "size 2"]:
-    """Independent uniform indices, in two digits of base 2^31.
+    """Independent uniform indices, in two digits of base 2^31, the high one first.
 
-    Numbers from ``examples`` on are drawn again.
+    Numbers that are ``examples`` or larger are drawn again.
     """
     # Each digit has as many random bits as the last index needs there.
     last = examples - 1
@@ -238,13 +245,14 @@ def permuted(key: Key, examples: int, starts: np.ndarray, offset: int | Int[Arra
 
     An index is two digits: ``high * 2**shift + low``. In a Feistel network each round adds a
     pseudo-random function of one digit to the other, so every round can be undone and no two
-    indices meet. Numbers beyond the data set are sent on until they return (cycle walking), which
-    is a permutation of the others.
+    indices meet. With the last high digit, some low digits give numbers beyond the data set. These
+    are permuted again until none is beyond it (cycle walking): this permutes the indices.
     """
     shift = (examples - 1).bit_length() // 2
     low_mask = 2**shift - 1
     last_high, last_low = divmod(examples - 1, 2**shift)
     secret = jax.random.bits(key, (2,), jnp.uint32)
+    # The digits of starts + offset.
     offset = jnp.asarray(offset, jnp.uint32)
     low = jnp.asarray(starts & low_mask, jnp.uint32) + (offset & low_mask)
     carry = low >> shift
@@ -258,25 +266,26 @@ def permuted(key: Key, examples: int, starts: np.ndarray, offset: int | Int[Arra
     def two_rounds(i: Array, digits: tuple[Array, Array]) -> tuple[Array, Array]:
         high, low = digits
         word, more = random_words(2 * i, low)
-        # 42 bits modulo the number of high digits, which is at most 2^22.
+        # The addend is 42 random bits modulo the number of high digits. That is at most 2^22, so
+        # the remainder of the first 32 bits leaves room for 10 more.
         high_count = last_high + 1
-        added = (((word % high_count) << 10) | (more >> 22)) % high_count
-        high = (high + added) % high_count
+        addend = (((word % high_count) << 10) | (more >> 22)) % high_count
+        high = (high + addend) % high_count
         word, _ = random_words(2 * i + 1, high)
         return high, (low + word) & low_mask
 
     def walk(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         high, low, is_outside = state
         pairs = jnp.uint32(_ROUNDS // 2)
-        sent_high, sent_low = jax.lax.fori_loop(jnp.uint32(0), pairs, two_rounds, (high, low))
-        high = jnp.where(is_outside, sent_high, high)
-        low = jnp.where(is_outside, sent_low, low)
+        new_high, new_low = jax.lax.fori_loop(jnp.uint32(0), pairs, two_rounds, (high, low))
+        high = jnp.where(is_outside, new_high, high)
+        low = jnp.where(is_outside, new_low, low)
         return high, low, (high == last_high) & (low > last_low)
 
     def any_outside(state: tuple[Array, Array, Array]) -> Array:
         return jnp.any(state[2])
 
-    # Every index is sent once.
+    # The state's last entry is True for each index that is permuted next: at first for all.
     state = high, low, jnp.ones_like(high, bool)
     high, low, _ = jax.lax.while_loop(any_outside, walk, state)
     return _joined(high, low, shift, examples)
