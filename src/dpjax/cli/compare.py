@@ -140,8 +140,7 @@ def guess(runs: Sequence[SavedRun]) -> str:
     for name in measures:
         values = {guess_of_run.get(name, math.nan) for guess_of_run in guesses}
         if len(values) == 1:  # runs on other test examples have other guesses
-            (value,) = values
-            words.append(f"{MEASURES[name]} {shown(name, value)}")
+            words.append(f"{MEASURES[name]} {shown(name, values.pop())}")
     return f"Always guessing the {answer_of_guess(measures[0])}: {', '.join(words)}.\n"
 
 

@@ -30,9 +30,8 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     if len(words) != 2:
         raise app.UsageError("expected a run and one file of rows: dpjax predict runs/demo new.csv")
     folder = pathlib.Path(words[0])
-    rows = words[1]
     try:
-        text = predicted(folder, rows, given.data_dir, given.columns)
+        text = predicted(folder, words[1], given.data_dir, given.columns)
     except (ImportError, LookupError, OSError, TypeError, ValueError) as error:
         raise app.UsageError(f"{folder}: {error}") from error
     if given.out is None:

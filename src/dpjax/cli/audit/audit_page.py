@@ -57,8 +57,12 @@ def _curves(attacks: Sequence[Attack], run: SavedRun) -> str:
             thresholds = np.unique(np.concatenate(attack.scores))
             true_positives = _shares_above(thresholds, member_scores)
             false_positives = _shares_above(thresholds, other_scores)
-            color = style.PALETTE[color_name]
-            axes.plot(false_positives, true_positives, color=color, label=attack.name)
+            axes.plot(
+                false_positives,
+                true_positives,
+                color=style.PALETTE[color_name],
+                label=attack.name,
+            )
         axes.set(xscale="log", yscale="log", xlim=(5e-4, 1), ylim=(5e-4, 1.1))
         style.legend(axes)
         return style.svg(figure, "attacks", "Members found by the rate of false positives.")

@@ -57,8 +57,9 @@ def audit_canaries(rebuilt: Rebuilt, count: int | None, steps: int) -> Line:
     )
     claimed = mechanism.epsilon_of(mechanism.multipliers[:steps], delta, planned.method)
     measured = f"{right} of {guesses} guesses right, {count} canaries, {steps} steps; {curve_name}"
-    refutes = bound > claimed
-    return Line("canaries in a second run", measured, bound, claimed, OF_A_RUN, refutes)
+    return Line(
+        "canaries in a second run", measured, bound, claimed, OF_A_RUN, refutes=bound > claimed
+    )
 
 
 def curve_of(mechanism: dpjax.Mechanism, steps: int) -> tuple[Any, str]:
