@@ -94,7 +94,7 @@ def test_a_run_of_an_infinite_epsilon_is_not_for_release(tmp_path, capsys):
             run(out, *words)
 
 
-@kills("cli/compare.py", "spent.axhline(end, ", "spent.axhline(0 * end, ")
+@kills("cli/compare.py", "by_epsilon.axhline(end, ", "by_epsilon.axhline(0 * end, ")
 def test_runs_without_noise_and_a_guess_stand_beside_private_ones(tmp_path, capsys, monkeypatch):
     """In the columns that the runs have, here of regressions."""
     private, exact = (

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The console command: `dpjax train --flag=value ...`, or `python -m dpjax train ...`.
 
-`flag_sets/NAME.py` has the flags and the help of a subcommand, and imports no JAX. `cli/NAME` has
-`run(given, argv)`; it is imported after the flags were read, so a mistake in them ends immediately.
+`flag_sets/NAME.py` declares a subcommand, and imports no JAX: `FLAGS`, the help in its docstring,
+and `WORDS`, the names of the arguments that are no flags, empty if it takes none. `cli/NAME` has
+`run(given, argv)`, with the parsed flags and ``[program, *words]``; it is imported after the flags
+were read, so a mistake in them ends immediately.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ COMMANDS = {
     "sweep": "train with many settings, and compute the privacy cost of the search",
     "audit": "measure lower bounds on the epsilon of a run, beside its claim",
 }
-# Names that users type for other flags.
-_OTHERWISE = {"epsilon": "target_epsilon", "lr": "learning_rate"}
+# Names that users type for other flags, and the flags that they mean.
+_MEANT = {"epsilon": "target_epsilon", "lr": "learning_rate"}
 _HELP = ("-h", "--help", "-help", "-?")
 _MORE = "`dpjax SUBCOMMAND --help` lists the flags; `dpjax --version` prints the version."
 
@@ -54,7 +56,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def _run_named(words: Sequence[str] | None) -> None:
-    """Runs the subcommand that the first word names; by default of the words in `sys.argv`."""
+    """Runs the subcommand ``words[0]`` with the other words; by default those in `sys.argv`."""
     typed = sys.argv[1:] if words is None else words
     name, *rest = typed or ["--help"]
     if name in _HELP:
@@ -62,9 +64,10 @@ def _run_named(words: Sequence[str] | None) -> None:
         print(f"usage: dpjax SUBCOMMAND [--flag=value ...]\n\n{listed}\n\n{_MORE}")
     elif name == "--version":
         print(f"dpjax {dpjax.__version__}")
-    elif name == "verify":
+    elif name == "verify":  # a program of its own, which reads its own flags
         sys.exit(importlib.import_module("dpjax.verify").main(rest))
     elif name in COMMANDS:
+        # `run_command` reads the flags from here, and config.json records the command.
         sys.argv = [f"dpjax {name}", *rest]
         run_command(name)
     else:
@@ -72,14 +75,15 @@ def _run_named(words: Sequence[str] | None) -> None:
 
 
 def run_command(name: str) -> None:
-    """Runs one subcommand with the flags in `sys.argv`, then leaves the process."""
+    """Runs one subcommand with the flags in `sys.argv`, then leaves the process; or prints help."""
     declared = importlib.import_module(f"dpjax.cli.flag_sets.{name}")
     program, *words = sys.argv
     if any(word in _HELP for word in words):
         print(f"{inspect.getdoc(declared)}\n\n{described(declared.FLAGS) or 'It has no flags.'}")
         return
 
-    def run(_: list[str]) -> None:
+    def parse_and_run(_: list[str]) -> None:
+        """Runs the subcommand; a mistake in its flags, or Ctrl-C, ends the process in words."""
         given = copy.deepcopy(declared.FLAGS)  # parsing changes only the copy
         logging.set_verbosity(logging.WARNING)  # JAX reports the accelerators it did not find
         _print_plainly()
@@ -91,8 +95,8 @@ def run_command(name: str) -> None:
                 raise app.UsageError(f"{extra}: expected flags alone, which begin with two dashes.")
             importlib.import_module(f"dpjax.cli.{name}").run(given, argv)
         except flags.UnrecognizedFlagError as error:
-            known = _OTHERWISE.get(error.flagname)
-            hint = f"Did you mean --{known}?" if known in declared.FLAGS else ""
+            meant = _MEANT.get(error.flagname)
+            hint = f"Did you mean --{meant}?" if meant in declared.FLAGS else ""
             sys.exit(f"{error} {hint}\nFor all flags: {program} --help")
         except (flags.Error, app.UsageError) as error:
             sys.exit(f"{error}\nFor all flags: {program} --help")
@@ -101,16 +105,20 @@ def run_command(name: str) -> None:
             print(f"\n{program}: {str(stopped) or 'interrupted.'}", file=sys.stderr)
             sys.exit(130)  # as a shell reports a program that Ctrl-C ended
 
-    app.run(run, argv=[program])  # absl gets no flags: `given` parses them
+    # absl sets up its log and ends the process. It gets no flags, because `given` parses them.
+    app.run(parse_and_run, argv=[program])
 
 
 def _print_plainly() -> None:
-    """Prints each message once, as ``Warning: ...`` without absl's time, process and file."""
+    """Prints each log message once, as ``Warning: ...``, and no remarks of Orbax on its speed.
+
+    absl's own format has the time, the process and the file in front of each message.
+    """
     handler = logging.get_absl_handler()
     printed = set[str]()
 
     def is_new(record: Any) -> bool:
-        record.title = record.levelname.capitalize()
+        record.title = record.levelname.capitalize()  # for the format below
         message = record.getMessage()
         is_repeated = message in printed
         printed.add(message)

@@ -36,16 +36,14 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     if len(argv) != 2:
         raise app.UsageError("expected one table: dpjax columns my.csv > columns.toml")
     try:
-        kinds = kinds_of(pathlib.Path(argv[1]), argv[1])
+        kinds = kinds_of(pathlib.Path(argv[1]), call=argv[1])  # errors begin with the file
     except (ImportError, OSError, ValueError) as error:
         raise app.UsageError(str(error)) from error
     print(_HEAD)
     for name, kind in kinds.items():
-        # TOML needs quotes around names with other characters.
-        key = (
-            name
-            if re.fullmatch(r"[\w-]+", name, re.ASCII)
-            else json.dumps(name, ensure_ascii=False)
-        )
+        key = name
+        if not re.fullmatch(r"[\w-]+", name, re.ASCII):
+            # TOML needs quotes around names with other characters.
+            key = json.dumps(name, ensure_ascii=False)
         word, _, _ = kind.partition(",")  # "date" of "date, day first"
         print("\n".join([f"[{key}]", f'kind = "{word}"', *_DRAFTS[kind], ""]))

@@ -58,7 +58,7 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     print(f"{table(groups_of(runs))}\n{guess(runs)}")
     print(f"Each epsilon is the price of one run alone. {price(runs)}")
     out = pathlib.Path(given.out)
-    if out.is_dir() or not out.suffix:
+    if out.is_dir() or not out.suffix:  # a folder, which may not exist yet
         out = out / "comparison.png"
     plot(runs, out)
     print(f"Wrote {out}")
@@ -75,21 +75,24 @@ def plot(runs: list[SavedRun], out: pathlib.Path, badge: str = RELEASED) -> None
 
 
 def groups_of(runs: Iterable[SavedRun]) -> list[RunGroup]:
-    """Groups runs by their flags, and names each group by the flags in which groups differ."""
-    members: dict[str, list[SavedRun]] = {}
+    """Groups runs by their flags, and names each group by the flags in which groups differ.
+
+    A group without such flags, or with too many for a line, has the name of its first folder.
+    """
+    runs_by_flags: dict[str, list[SavedRun]] = {}
     for run in runs:
         key = str(run.path)  # a run without known flags is no repeat of another
         if flags_of(run):
             key = json.dumps(flags_of(run), sort_keys=True)
-        members.setdefault(key, []).append(run)
-    settings = [flags_of(group[0]) for group in members.values()]
+        runs_by_flags.setdefault(key, []).append(run)
+    settings = [flags_of(members[0]) for members in runs_by_flags.values()]
     varied = _varied(settings)
     groups = []
-    for setting, group in zip(settings, members.values(), strict=True):
+    for setting, members in zip(settings, runs_by_flags.values(), strict=True):
         label = ", ".join(f"{name}={setting[name]}" for name in varied if name in setting)
         if not label or len(label) > _LONGEST:
-            label = _short_name(group)
-        groups.append(RunGroup(label, group))
+            label = _short_name(members)
+        groups.append(RunGroup(label, members))
     return groups
 
 
@@ -125,43 +128,51 @@ def measures_of(runs: Iterable[SavedRun]) -> list[str]:
 
 
 def guess(runs: Sequence[SavedRun]) -> str:
-    """The measures of a constant guess on the test examples of all these runs, if known."""
+    """A line with the measures of a constant guess on the test examples of all these runs.
+
+    It is empty if no run has its test labels.
+    """
     measures = measures_of(runs)
-    guesses = [guessed(run) for run in runs]
+    guesses = [guessed(run) for run in runs]  # each has the values of measures by their names
     if not any(guesses):
         return ""
     words = []
     for name in measures:
-        values = {guess.get(name, math.nan) for guess in guesses}
+        values = {guess_of_run.get(name, math.nan) for guess_of_run in guesses}
         if len(values) == 1:  # runs on other test examples have other guesses
-            words.append(f"{MEASURES[name]} {shown(name, min(values))}")
+            words.append(f"{MEASURES[name]} {shown(name, values.pop())}")
     return f"Always guessing the {answer_of_guess(measures[0])}: {', '.join(words)}.\n"
 
 
 def curve(group: RunGroup, axis: str, measure: str) -> tuple[np.ndarray, np.ndarray]:
-    """A point for each step with an evaluation, and the measurements of all runs there.
+    """The x of each step at which a run was evaluated, and the values of all runs there.
 
-    ``axis`` is ``"epsilon"`` or ``"step"``. The points are ``[steps]``, and the measurements
-    ``[steps, runs]``, with NaN for a run without an evaluation at that step.
+    ``axis``, ``"epsilon"`` or ``"step"``, is the quantity along x. The x are ``[steps]``, and the
+    values of the measure ``[steps, runs]``, with NaN for a run without an evaluation at that step.
     """
     steps = np.unique(np.concatenate([run.steps for run in group.runs]))
-    points = np.zeros(len(steps))
+    x = np.zeros(len(steps))
     values = np.full((len(steps), len(group.runs)), np.nan)
     for column, run in enumerate(group.runs):
-        rows = np.searchsorted(steps, run.steps)
-        # The largest epsilon of a step, so no run is shown for less than it cost.
-        points[rows] = np.maximum(points[rows], run.series(axis)[:, 0])
+        rows = np.searchsorted(steps, run.steps)  # the places of the run's steps in `steps`
+        # Both series are [evaluations, 1]: only measures of groups of parameters have more columns.
+        # The largest epsilon of a step counts, so no run is shown for less than it cost.
+        x[rows] = np.maximum(x[rows], run.series(axis)[:, 0])
         values[rows, column] = run.series(measure)[:, 0]
     if measure in PER_CENT:
         values *= 100
-    finite = np.isfinite(points)  # an infinite epsilon has no place on its axis
+    # An epsilon that is infinite for any run is NaN here, and has no place on the axis.
+    finite = np.isfinite(x)
     if not finite.any():
         raise Missing("at no step has every run a finite epsilon")
-    return points[finite], values[finite]
+    return x[finite], values[finite]
 
 
 def draw(groups: list[RunGroup], badge: str) -> bytes:
-    """The first measure against epsilon and against steps, as PNG; ``badge`` is its note."""
+    """The first measure of the runs against epsilon and against steps, as PNG.
+
+    ``badge`` is drawn into the picture, unless it permits a release.
+    """
     runs = [run for group in groups for run in group.runs]
     # Each of these texts begins with a space: " at delta 1e-5, by pld".
     stated = " or".join(sorted({stated_at(run) for run in runs} - {""}))
@@ -170,36 +181,39 @@ def draw(groups: list[RunGroup], badge: str) -> bytes:
     with style.style():
         # Each group has a line of the legend below the axes.
         figure = style.canvas(height=3.6 + 0.16 * len(groups))
-        spent, taken = figure.subplots(1, 2, sharey=True)
-        spent.set(xlabel=f"epsilon spent{stated}", ylabel=f"{MEASURES[measure]}{unit}")
-        taken.set_xlabel("steps")
+        by_epsilon, by_step = figure.subplots(1, 2, sharey=True)
+        by_epsilon.set(xlabel=f"epsilon spent{stated}", ylabel=f"{MEASURES[measure]}{unit}")
+        by_step.set_xlabel("steps")
         for number, group in enumerate(groups):
-            _draw_group(spent, taken, group, measure, style.SERIES[number % len(style.SERIES)])
-        if spent.lines:
+            color = style.SERIES[number % len(style.SERIES)]
+            _draw_group(by_epsilon, by_step, group, measure, color)
+        if by_epsilon.lines:  # a group that was drawn has a label there
             where = {"loc": "outside lower left", "frameon": False, "labelcolor": "linecolor"}
-            figure.legend(*spent.get_legend_handles_labels(), **where)
+            figure.legend(*by_epsilon.get_legend_handles_labels(), **where)
         return style.png(figure, note_of(badge))
 
 
-def _draw_group(spent: Any, taken: Any, group: RunGroup, measure: str, color: str) -> None:
-    """Draws a group on the axes of epsilon and of steps; prints why one is not drawn.
+def _draw_group(by_epsilon: Any, by_step: Any, group: RunGroup, measure: str, color: str) -> None:
+    """Draws the curves of a group on both axes; prints why, if the group is not drawn.
 
-    Runs without an epsilon, such as those without noise, are a dashed line to compare with.
+    Runs without an epsilon, such as those without noise, have no curve by epsilon: a dashed line at
+    their last mean is there instead, to compare with.
     """
     label = f" {group.label}"  # no legend shows a label with an underscore in front
     end = None
-    # Steps come first: without an epsilon, `end` is the last mean over them.
     try:
-        for axes, axis, name in ((taken, "step", ""), (spent, "epsilon", label)):
+        # The curve by steps is first, because it gives `end` to runs without an epsilon. It has no
+        # label: the legend is made of the other axes.
+        for axes, axis, name in ((by_step, "step", ""), (by_epsilon, "epsilon", label)):
             x, values = curve(group, axis, measure)
             style.band(axes, x, values, color, name, **style.DOTS)
-            end = np.nanmean(values[-1])  # a dot marks the end of each curve
-            axes.scatter(x[-1], end, s=36, color=style.PALETTE[color])
+            end = np.nanmean(values[-1])
+            axes.scatter(x[-1], end, s=36, color=style.PALETTE[color])  # a larger dot at the end
     except Missing as reason:
         if end is None:
             print(f"Not drawn: {group.label} ({reason})")
         else:
-            spent.axhline(end, label=label, color=style.PALETTE[color], linestyle="--")
+            by_epsilon.axhline(end, label=label, color=style.PALETTE[color], linestyle="--")
 
 
 def table(groups: list[RunGroup]) -> str:
@@ -259,11 +273,12 @@ def price(runs: list[SavedRun]) -> str:
         "To choose among runs by private data, also by a part held out of them, has a cost of its "
         "own, which no number here includes. "
     )
-    kinds = protected(runs)
+    kinds = protected(runs)  # of neighbours, in words
     if len(kinds) > 1:
         return f"{caveat}Their costs do not add: these runs protect {' and '.join(kinds)}."
     epsilon = sum(run.epsilon for run in runs)
-    delta = float(sum(Decimal(repr(run.delta)) for run in runs))  # three times 1e-5 is 3e-5
+    # Decimals, whose sum of three times 1e-5 is 3e-5, without an error of rounding.
+    delta = float(sum(Decimal(repr(run.delta)) for run in runs))
     if math.isinf(epsilon):
         return "One of these runs has no proven epsilon, so neither have all of them together."
     together = f"All {len(runs)} together cost" if len(runs) > 1 else "It costs"

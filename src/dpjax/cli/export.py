@@ -40,11 +40,12 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
 
 
 def exported(folder: pathlib.Path) -> bytes:
-    """The program of the run in a folder, for any number of rows."""
+    """The program of the run in a folder, for any number of rows, serialized by `jax.export`."""
     config = read_json(folder / "config.json")
     if "inputs" not in config:
         raise ValueError("config.json has no shape of an input. Train with this dpjax.")
     trained = run_files.flags_of(config)
+    # The noised mean and variance of features; None if the run released none.
     moments = inputs.released_moments(folder / run_files.MOMENTS, trained)
     model = build.build_model(trained, config["inputs"]["outputs"])
 
@@ -56,15 +57,15 @@ def exported(folder: pathlib.Path) -> bytes:
 
     shape = tuple(config["inputs"]["shape"])
     dtype = jnp.dtype(config["inputs"]["dtype"])
-    row = jax.eval_shape(network_input, jax.ShapeDtypeStruct(shape, dtype))
-    like = jax.eval_shape(model.init, jax.random.key(0), row)["params"]
-    params = training.released_params(folder, like)
+    network_input_shape = jax.eval_shape(network_input, jax.ShapeDtypeStruct(shape, dtype))
+    param_shapes = jax.eval_shape(model.init, jax.random.key(0), network_input_shape)["params"]
+    params = training.released_params(folder, param_shapes)
 
     def outputs(row: Any) -> Any:
         return model.apply({"params": params}, network_input(row))
 
-    (rows,) = export.symbolic_shape("rows")
-    x = jax.ShapeDtypeStruct((rows, *shape), dtype)
+    (rows,) = export.symbolic_shape("rows")  # an unknown number
+    rows_shape = jax.ShapeDtypeStruct((rows, *shape), dtype)
     # `vmap` hides the unknown number of rows from the network.
-    program = export.export(jax.jit(jax.vmap(outputs)), platforms=_PLATFORMS)(x)
+    program = export.export(jax.jit(jax.vmap(outputs)), platforms=_PLATFORMS)(rows_shape)
     return bytes(program.serialize())

@@ -44,21 +44,26 @@ def meet(given: flags.FlagValues) -> int | None:
 
 @contextlib.contextmanager
 def mesh_in_force(text: str | None, processes: int | None = 1) -> Iterator[None]:
-    """The mesh of the flag, for all that runs inside; without the flag, devices for the cores."""
+    """Puts the mesh that ``text``, the flag, describes in force for all that runs inside.
+
+    A CPU gets as many devices as the mesh needs, over all ``processes``; None if their number is
+    unknown. Without ``text`` there is no mesh, and the CPU of a single process gets a device for
+    each core, at most four.
+    """
     import jax
 
     from dpjax import meshes
 
     if text is None:
-        # A number that is not set is negative; the user's own setting stays. JAX raises if it ran
-        # already.
+        # The number of devices is negative until it is set; the user's own number stays. JAX raises
+        # if it ran already, and then keeps its devices.
         if processes == 1 and getattr(jax.config, "jax_num_cpu_devices", 0) < 0:
             with contextlib.suppress(RuntimeError):
                 jax.config.update("jax_num_cpu_devices", meshes.host_devices())
         yield
         return
-    # The setting has no effect on accelerators. If JAX ran already, or the text does not describe a
-    # mesh, `parse` raises below.
+    # The number has no effect on accelerators. Both errors are ignored here: `parse` below raises a
+    # better one if the text does not describe a mesh, or if JAX ran already with other devices.
     with contextlib.suppress(ValueError, RuntimeError):
         devices = math.prod(int(axis.partition(":")[2]) for axis in text.split(","))
         if processes is not None:

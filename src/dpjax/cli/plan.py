@@ -18,12 +18,12 @@ from dpjax.cli.train import build, command, inputs
 
 
 def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
-    """Prints the reasons of the plan, and a table of sizes."""
+    """Prints the plan with its reasons, and a table of other batch sizes and numbers of steps."""
     del argv
     dataset = command.load(given)
     try:
-        examples = dataset.units
-        model = build.build_model(given, dataset.classes or 1)
+        examples = dataset.units  # persons, if rows have owners
+        model = build.build_model(given, dataset.classes or 1)  # a regression has one output
         x = inputs.input_shape(given, dataset)
         params = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
         loss = dpjax.losses.of(model, build.build_loss(given, dataset.classes))
@@ -40,11 +40,12 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     print(planned)
     mechanism = planned.mechanism
     chosen = (round(mechanism.batch_size), mechanism.steps)
-    most = np.inf
+    most_examples = np.inf  # that all steps together may compute
     if given.minutes is not None:
-        most = 60 * given.minutes * speed
+        most_examples = 60 * given.minutes * speed
     print(f"\n{'batch':>9}  {'steps':>6}  {'noise':>6}  time")
-    for size in planning.other_sizes(examples, **target, most=most):
+    for size in planning.other_sizes(examples, **target, most=most_examples):
+        # `excess` is the noise on the mean gradient, relative to batches of all examples.
         line = f"{size.batch:>9,}  {size.steps:>6,}  {size.excess:>6.2f}  "
         line += duration(size.examples / speed)
         if (size.batch, size.steps) == chosen:
@@ -57,16 +58,18 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
 
 
 def speed_of(loss: Any, model: Any, x: jax.ShapeDtypeStruct, most_rows: int | None) -> float:
-    """The examples that private steps take in a second, measured on rows of zeros.
+    """The examples that private steps compute in a second, measured on rows of zeros.
 
-    If ``most_rows`` is given, it is the most rows of a person, and persons are counted.
+    ``most_rows`` is the most rows of a person in a step; if it is given, persons are counted.
     """
     rows = 1024  # all of them are in each batch
     batches = dpjax.sampling.poisson(rows, rows)
     if most_rows is not None:
-        # A step computes all rows that it may read of a person, also where the person has one.
+        # Each row has an owner of its own. A step computes all rows that it may read of a person,
+        # also where the person has one.
         batches = dpjax.sampling.persons(np.arange(rows), rows, most_rows)
     data = np.zeros((rows, *x.shape), x.dtype), np.zeros(rows, np.int32)
+    # A plan has this clipping and this optimizer; the noise changes no speed.
     mechanism = dpjax.Mechanism(
         sampling=batches,
         clipping=dpjax.clipping.automatic(1.0),

@@ -25,7 +25,7 @@ from dpjax.cli.train.run_files import MOMENTS, flags_of
 def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     """Writes the predictions for the rows that the command line names."""
     words = [*argv[1:]]
-    if given.dataset is not None:
+    if given.dataset is not None:  # in the place of the second word
         words.append(given.dataset)
     if len(words) != 2:
         raise app.UsageError("expected a run and one file of rows: dpjax predict runs/demo new.csv")
@@ -49,7 +49,8 @@ def predicted(
 ) -> str:
     """The predictions of the run in a folder, as CSV, with a line for each row.
 
-    ``declarations`` is the file of declared columns of a run whose folder does not have them.
+    ``rows`` is a file, or the name of a data set in ``data_dir``. ``declarations`` is the file of
+    declared columns of a run whose folder does not have them.
     """
     config = read_json(folder / "config.json")
     trained = flags_of(config)
@@ -63,23 +64,23 @@ def predicted(
     if declared:
         columns = data.Columns.read(declared, trained.unit_column)
     x = network_inputs(folder, trained, rows_of(rows, config, columns, data_dir))
-    # A regression has no classes, and an earlier version wrote their names without their number.
-    named = len(config.get("class_names", ()))
-    classes = config.get("classes", named or None)
-    model = build.build_model(trained, classes or 1)
-    shapes = jax.eval_shape(model.init, jax.random.key(0), x[0])["params"]
-    outputs = outputs_of(model, training.released_params(folder, shapes), x)
+    # The number of classes, None for a regression. An earlier version wrote only their names.
+    number_of_names = len(config.get("class_names", ()))
+    classes = config.get("classes", number_of_names or None)
+    model = build.build_model(trained, classes or 1)  # a regression has one output
+    param_shapes = jax.eval_shape(model.init, jax.random.key(0), x[0])["params"]
+    outputs = outputs_of(model, training.released_params(folder, param_shapes), x)
     if classes is None:
         target_range = None if columns is None else columns.target_range
-        numbers = quantities(outputs, target_range)
+        numbers = quantities(outputs, target_range)  # in units of the target
         return written(["prediction"], [[f"{number:.6g}"] for number in numbers])
     # The keys are labels, as text: JSON has no other keys.
-    class_names = config.get("class_names") or {str(label): str(label) for label in range(classes)}
-    words = [class_names[str(label)] for label in range(classes)]
+    name_of = config.get("class_names") or {str(label): str(label) for label in range(classes)}
+    class_names = [name_of[str(label)] for label in range(classes)]
     lines = []
     for row in np.asarray(jax.nn.softmax(outputs)):
-        lines.append([words[row.argmax()], *[f"{probability:.6g}" for probability in row]])
-    return written(["class", *[f"probability_{word}" for word in words]], lines)
+        lines.append([class_names[row.argmax()], *[f"{probability:.6g}" for probability in row]])
+    return written(["class", *[f"probability_{name}" for name in class_names]], lines)
 
 
 def rows_of(

@@ -45,7 +45,8 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
         rebuilt = rebuild(folder, given.data_dir, given.dataset)
         attacks = attacks_on(given, rebuilt)
         require_test_rows(attacks, rebuilt.dataset)
-        # Before the audits, which take minutes, and after the data were found.
+        # A folder that cannot be made ends the command before the audits, which take minutes. A
+        # run whose data are not found leaves no folder.
         out.mkdir(parents=True, exist_ok=True)
         lines = audit_run(given, rebuilt, out, attacks)
     except (OSError, ValueError) as error:
@@ -82,12 +83,16 @@ def require_test_rows(attacks: Sequence[str], dataset: dpjax.data.Dataset) -> No
 def audit_run(
     given: flags.FlagValues, rebuilt: Rebuilt, out: pathlib.Path, chosen: Sequence[str]
 ) -> list[Line]:
-    """Audits a run by one step and by the chosen attacks; writes numbers and page into a folder."""
+    """Audits a run by one step and by the chosen attacks; writes numbers and page into ``out``.
+
+    The flags ``given`` have the sizes: ``pairs`` of steps that measure the noise of the one step,
+    ``canaries`` and ``steps`` of a second training, and ``shadows``, the models that `lira` trains.
+    """
     run = rebuilt.run
-    name = "one step in which the row is drawn"
+    name = "one step in which the row is drawn"  # of the line on the page
     if rebuilt.planned.persons:
         name = "one step in which the person is drawn"
-    # The noise of later steps follows from that of earlier ones, so only the first is measured.
+    # Later steps have noise that depends on that of earlier ones, so only the first is measured.
     if rebuilt.planned.mechanism.noise is not None:
         name = "first step of correlated noise"
     lines = [line_of_step(audit_step(rebuilt, given.pairs), run.delta, name)]
@@ -99,14 +104,15 @@ def audit_run(
     if "lira" in chosen:
         attacks += attack_shadows(rebuilt, given.shadows)
     lines += [attack.line(run) for attack in attacks]
-    facts = {
+    results = {
         "run": str(run.path),
         "delta": run.delta,
         "publish": PRIVATE,
         "audits": [line._asdict() for line in lines],
         "attacks": {attack.name: _facts_of(attack, run) for attack in attacks},
     }
-    replace(out / "audit.json", json.dumps(strict(facts), indent=2) + "\n")
+    # JSON has no inf and no nan; `strict` writes them as words.
+    replace(out / "audit.json", json.dumps(strict(results), indent=2) + "\n")
     replace(out / "audit.html", page_of(lines, attacks, run))
     return lines
 

@@ -20,7 +20,7 @@ def page_of(lines: Sequence[Line], attacks: Sequence[Attack], run: SavedRun) -> 
 
 
 def _sections(lines: Sequence[Line], attacks: Sequence[Attack], run: SavedRun) -> Iterator[str]:
-    """All bounds next to their claims, then the curves of all attacks, and the classes of each."""
+    """The sections, as HTML: bounds next to claims, curves of all attacks, AUROC of each class."""
     yield f'<h1>Audit of {escape(run.path.name)}</h1>\n<p class="badge private">{PRIVATE}</p>'
     bounds = {}
     for line in lines:
@@ -45,18 +45,24 @@ def _curves(attacks: Sequence[Attack], run: SavedRun) -> str:
     with style.style():
         figure = style.canvas(style.WIDTH, 3.6)
         axes = style.panel(figure, "others taken for members", "members found")
-        rates = np.geomspace(1e-4, 1, 200)
+        rates = np.geomspace(1e-4, 1, 200)  # of false positives; the axes begin at 5e-4
         axes.plot(rates, rates, color=style.PALETTE["muted"], linewidth=0.8)  # guessing
-        # A guarantee bounds the members found by exp(epsilon) times the false alarms, plus delta.
-        # This is 1 at all drawn rates from an epsilon of 50 on.
+        # A guarantee bounds true positives by exp(epsilon) times the false positives, plus delta.
+        # From an epsilon of 50 on this is 1 at all drawn rates; exp of one above 709 overflows.
         claim = np.minimum(np.exp(min(run.epsilon, 50)) * rates + run.delta, 1)
         axes.plot(rates, claim, color=style.PALETTE["blue"], linewidth=0.8)
-        for attack, color in zip(attacks, style.SERIES[1:], strict=False):
+        # The first color, blue, is that of the claim; there are more colors than attacks.
+        for attack, color_name in zip(attacks, style.SERIES[1:], strict=False):
             member_scores, other_scores = attack.scores
             thresholds = np.unique(np.concatenate(attack.scores))
-            found = _shares_above(thresholds, member_scores)
-            false_alarms = _shares_above(thresholds, other_scores)
-            axes.plot(false_alarms, found, color=style.PALETTE[color], label=attack.name)
+            true_positives = _shares_above(thresholds, member_scores)
+            false_positives = _shares_above(thresholds, other_scores)
+            axes.plot(
+                false_positives,
+                true_positives,
+                color=style.PALETTE[color_name],
+                label=attack.name,
+            )
         axes.set(xscale="log", yscale="log", xlim=(5e-4, 1), ylim=(5e-4, 1.1))
         style.legend(axes)
         return style.svg(figure, "attacks", "Members found by the rate of false positives.")

@@ -14,13 +14,14 @@ from dpjax import auditing
 from dpjax.cli.audit.lines import OF_A_RUN, Line
 from dpjax.cli.audit.rebuilt_run import Rebuilt
 
-_KNOWN = 2_000  # rows whose gradients the attacker subtracts
+_KNOWN = 2_000  # rows without canaries whose gradients the attacker knows, and subtracts
 
 
 def audit_canaries(rebuilt: Rebuilt, count: int | None, steps: int) -> Line:
-    """Trains once more, with canaries that join by fair coins, and guesses which joined.
+    """Trains a second run, with canaries that join by fair coins, and guesses which joined.
 
-    ``count`` is the number of canaries, by default a quarter of the rows, at most 1000.
+    ``count`` is the number of canaries, by default a quarter of the rows, at most 1000. ``steps``
+    is the most steps of the second run.
     """
     planned = rebuilt.planned
     examples = rebuilt.dataset.examples
@@ -30,36 +31,40 @@ def audit_canaries(rebuilt: Rebuilt, count: int | None, steps: int) -> Line:
     if not 10 <= count < examples:
         raise app.UsageError(f"--canaries={count}: expected 10 or more, below the {examples} rows.")
     draw = np.random.default_rng(0)
-    places, rows = with_canaries(rebuilt.dataset, count, planned.persons, draw)
+    places, data = with_canaries(rebuilt.dataset, count, planned.persons, draw)
     members = draw.random(count) < 0.5  # which canaries join
-    known_places = draw.permutation(np.setdiff1d(np.arange(examples), places))[:_KNOWN]
-    # The plan keeps all steps, although few run: correlated noise is designed for the whole run.
+    other_places = np.setdiff1d(np.arange(examples), places)
+    known_places = draw.permutation(other_places)[:_KNOWN]
     sampler = auditing.without(planned.mechanism.sampling, places[~members])
-    # The second run asks no queries and follows no earlier run: its steps are audited.
+    # Only steps are audited, so the second run asks no queries and follows no earlier run. It keeps
+    # the plan of all steps, although few run: correlated noise is designed for the whole run.
     mechanism = dataclasses.replace(planned.mechanism, sampling=sampler, preparation=(), before=())
     steps = min(steps, mechanism.steps)
+    # The scores compare gradients of canaries with the private means, which the optimizer records.
     recording = auditing.recording(planned.optimizer)
-    algorithm = planned.algorithm(mechanism, rows, optimizer=recording)
-    canaries = jax.tree.map(lambda leaf: jnp.asarray(leaf[places]), rows)
-    known = jax.tree.map(lambda leaf: jnp.asarray(leaf[known_places]), rows)
+    algorithm = planned.algorithm(mechanism, data, optimizer=recording)
+    canaries = jax.tree.map(lambda leaf: jnp.asarray(leaf[places]), data)
+    known = jax.tree.map(lambda leaf: jnp.asarray(leaf[known_places]), data)
     state = algorithm.init(rebuilt.first_params, jax.random.key(0))
     scores, _ = auditing.score_canaries(
         algorithm, state, steps, planned.of_example, canaries, known, per_step=planned.per_step
     )
     # Only a fifth of the canaries are guessed, those with the clearest scores.
     right, guesses = auditing.guess_members(scores, members, count // 5)
-    curve, assumed = curve_of(mechanism, steps)
+    curve, curve_name = curve_of(mechanism, steps)
     bound = auditing.epsilon_lower_bound(
         right, guesses, canaries=count, delta=delta, confidence=OF_A_RUN, curve=curve
     )
     claimed = mechanism.epsilon_of(mechanism.multipliers[:steps], delta, planned.method)
-    measured = f"{right} of {guesses} guesses right, {count} canaries, {steps} steps; {assumed}"
-    return Line("canaries in a second run", measured, bound, claimed, OF_A_RUN, bound > claimed)
+    measured = f"{right} of {guesses} guesses right, {count} canaries, {steps} steps; {curve_name}"
+    return Line(
+        "canaries in a second run", measured, bound, claimed, OF_A_RUN, refutes=bound > claimed
+    )
 
 
 def curve_of(mechanism: dpjax.Mechanism, steps: int) -> tuple[Any, str]:
     """The trade-off curve that canaries refute, and its name: the run's own, where it is known."""
-    # A curve of its own needs neighbours that join or leave, as canaries do, and exact norms.
+    # The run's own curve is of neighbours that join or leave, as canaries do, and of exact norms.
     replaced = mechanism.relation is dpjax.types.Neighbours.REPLACE_ONE
     if replaced or mechanism.clipping.projections is not None:
         return "any", "any curve"
@@ -71,10 +76,12 @@ def with_canaries(
 ) -> tuple[np.ndarray, Any]:
     """The places of canaries among rows or persons, and the data with them.
 
-    Without ``persons``, inputs are ``[examples, ...]``. With them, they are ``[persons, rows,
-    ...]``, with a mask that is False for padding; a canary has no padding.
+    Without ``persons``, the data are ``(x, y)``, and ``x`` is ``[examples, ...]``. With them, they
+    are ``((x, y), mask)``, and ``x`` is ``[persons, rows, ...]``; the mask is False for padding. A
+    canary has no padding.
     """
-    train = jax.tree.map(np.array, dataset.train)  # a copy, into which canaries are written
+    # A copy. `x`, `y` and `real` are its arrays, so canaries are written into it.
+    train = jax.tree.map(np.array, dataset.train)
     places = draw.choice(dataset.examples, count, replace=False)
     if persons:
         (x, y), real = train
@@ -89,10 +96,10 @@ def with_canaries(
         noise = draw.normal(size=(count, *x.shape[1:]))
         if persons:
             noise[:] = noise[:, :1]  # rows of a canary are equal, so their gradients add up
-        # A canary is as long as the example that it replaces.
+        # A canary has the norm of the example that it replaces.
         replaced_norms = np.linalg.norm(x[places].reshape(count, -1), axis=1)
         noise_norms = np.linalg.norm(noise.reshape(count, -1), axis=1)
-        scale = replaced_norms / noise_norms
+        scale = replaced_norms / noise_norms  # [count]; reshaped to the axes of x, [count, 1, ...]
         x[places] = noise * scale.reshape(-1, *[1] * (x.ndim - 1))
     if dataset.classes is None:
         labels = draw.choice([-1.0, 1.0], count)  # the ends of a target's range

@@ -46,10 +46,10 @@ class Attack(NamedTuple):
         ]
 
     def by_class(self) -> dict[str, str]:
-        """The AUROC of each class."""
+        """The AUROC of members against others in each class, as text; empty for a regression."""
         member_scores, other_scores = self.scores
         member_labels, other_labels = self.labels
-        if member_labels.dtype.kind == "f":  # targets are numbers
+        if member_labels.dtype.kind == "f":  # targets, which have no classes
             return {}
         areas = {}
         for label in np.unique(member_labels).tolist():

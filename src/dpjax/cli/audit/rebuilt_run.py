@@ -36,9 +36,10 @@ class Rebuilt(NamedTuple):
 def rebuild(
     folder: pathlib.Path, data_dir: str | None = None, moved_to: str | None = None
 ) -> Rebuilt:
-    """Reads a run's folder and builds the run again; no folder records ``data_dir``.
+    """Reads a run's folder and builds the run again: data, plan and both sets of parameters.
 
-    ``moved_to`` is where the data file is now, if it is elsewhere.
+    ``data_dir`` is the folder of named data sets, which no run's folder records. ``moved_to`` is
+    where the data file is now, if it is elsewhere.
     """
     run = read(folder, arrays=False)
     if run.card is None or "flags" not in (run.config or {}):
@@ -49,19 +50,20 @@ def rebuild(
         given["dataset"].value = moved_to
     find_files(given, run.config or {})
     planned = plan(given)
+    # Only the composite loss takes an argument of each step, the epoch.
     if planned.per_step is not None and planned.dataset.owners is not None:
         raise app.UsageError(f"{folder}: --loss=composite is audited where the unit is one row.")
-    # Both in the types of JSON, in which a tuple is a list.
+    # The facts in run.json have the types of JSON, in which a tuple is a list.
     if json.loads(json.dumps(planned.mechanism.facts)) != run.mechanism:
         raise app.UsageError(f"{folder}: expected the mechanism of run.json. Restore its data.")
     dataset = inputs.with_features(given, planned.dataset)
-    moments = None
+    moments = None  # the private mean and variance by which features are scaled
     if planned.normalization is not None:
         # The run's answers are read, because a second query spends privacy again.
         moments = inputs.read_moments(folder / MOMENTS, planned.normalization)
     dataset = inputs.with_scale(given, dataset, moments)
     first_params = first_parameters(planned.model, dataset, planned.earlier)
-    released = released_params(folder, first_params)
+    released = released_params(folder, like=first_params)
     if dataset.owners is not None:
         planned, dataset = of_persons(planned, dataset)
     return Rebuilt(run, planned, dataset, first_params, released)
@@ -79,18 +81,19 @@ def flags_of(run: SavedRun) -> flags.FlagValues:
 
 
 def find_files(given: flags.FlagValues, config: Mapping[str, Any]) -> None:
-    """Finds the files of a run here, or in the folder where the run was trained."""
+    """Sets the flags that name files to where these are: here, or where the run was trained."""
     # The folder records the declarations themselves, so their file is not needed.
     if given.columns and "declared" in config:
         given["columns"].value = config["declared"]
     trained_in = config.get("trained_in", "")
     for name in _FILES:
         value = given[name].value
+        # Other values are None, the declarations, or the name of a data set.
         if not isinstance(value, str) or not names.is_file(value):
             continue
-        there = pathlib.Path(trained_in, value)
         if pathlib.Path(value).exists():
             continue
+        there = pathlib.Path(trained_in, value)
         if not there.exists():
             raise app.UsageError(
                 f"the run's --{name} was {value} in {trained_in or 'an unknown folder'}, and no "
@@ -100,25 +103,28 @@ def find_files(given: flags.FlagValues, config: Mapping[str, Any]) -> None:
 
 
 def of_persons(planned: Planned, dataset: dpjax.data.Dataset) -> tuple[Planned, dpjax.data.Dataset]:
-    """The run in which all rows of a person, up to the most of a step, are one example.
+    """The run in which the first ``most_rows`` rows of each person are one example.
 
-    Loss, clipping, noise and rates stay. Only the choice of rows in a step is not audited. The data
-    become ``((x, y), mask)``, each ``[persons, rows of a person, ...]``.
+    ``most_rows`` is the most rows of a person that a step reads. The run draws them for each step;
+    only this choice is not audited. Loss, clipping, noise and sampling rates stay. The data become
+    ``((x, y), mask)``, each ``[persons, most_rows, ...]``, with a mask that is False for padding.
     """
-    most = planned.mechanism.sampling.most_rows or 1
-    # Rows by person: row order[i] is the row numbers[i] of the person owners[i].
+    most_rows = planned.mechanism.sampling.most_rows or 1  # never None for persons
+    # Rows in the order of their persons: order[i] is the number of a row in the data, which is the
+    # row numbers[i], from 0, of the person sorted_owners[i].
     owners = np.asarray(dataset.owners)
     order = np.argsort(owners, kind="stable")
-    owners = owners[order]
-    numbers = np.arange(len(owners)) - np.searchsorted(owners, owners)
-    used = numbers < most
-    rows = np.zeros((dataset.units, most), int)
+    sorted_owners = owners[order]
+    first_of_person = np.searchsorted(sorted_owners, sorted_owners)
+    numbers = np.arange(len(owners)) - first_of_person
+    used = numbers < most_rows
+    rows = np.zeros((dataset.units, most_rows), int)  # row 0 of the data pads
     real = np.zeros(rows.shape, bool)
-    rows[owners[used], numbers[used]] = order[used]
-    real[owners[used], numbers[used]] = True
+    rows[sorted_owners[used], numbers[used]] = order[used]
+    real[sorted_owners[used], numbers[used]] = True
     x, y = dataset.train
-    # An example of the new data is a person, so the sampler draws examples. The empty
-    # unit is that of the sampler.
+    # An example of the new data is a person, so a sampler of examples draws persons. A mechanism
+    # with an empty unit takes that of its sampler.
     sampler = dpjax.sampling.poisson(dataset.units, planned.mechanism.batch_size)
     mechanism = dataclasses.replace(planned.mechanism, sampling=sampler, unit="")
     stacked = dataset._replace(train=((x[rows], y[rows]), real), owners=None)

@@ -22,10 +22,12 @@ _ATTACKED = 1_000  # members, and as many others, that are scored
 
 
 def attack_shadows(rebuilt: Rebuilt, count: int) -> Iterator[Attack]:
-    """Trains ``count`` models on halves of the attacked rows, and scores each row by them.
+    """Trains ``count`` shadow models and yields the online and the offline attack that use them.
 
     The attacked rows are ``size`` members and as many others. A shadow model trains on the data of
-    the run with half of the attacked rows in the places of the members.
+    the run with half of the attacked rows in the places of the members. The score of a row is the
+    likelihood of its log odds under the released model, if they are distributed as under shadow
+    models that trained on it, over the likelihood as under the others.
     """
     dataset = rebuilt.dataset
     draw = np.random.default_rng(0)
@@ -37,12 +39,14 @@ def attack_shadows(rebuilt: Rebuilt, count: int) -> Iterator[Attack]:
     attacked = jax.tree.map(lambda a, b: np.concatenate([a, b]), members, others)
     odds = jax.jit(partial(log_odds, rebuilt.planned.model))
     joined = np.zeros((count, 2 * size), bool)  # which attacked rows each model trained on
-    scores = np.zeros(joined.shape)
-    # Children of one key: a shadow model with the run's own seed shares the noise of the run.
+    shadow_odds = np.zeros(joined.shape)
+    # Keys from a split, because a key made of a seed may be that of the run, whose noise the shadow
+    # model then shares.
     keys = jax.random.split(jax.random.key(0), count)
     began = time.time()
     for number in range(count):
-        # Each pair of models splits the attacked rows, so each row is in half of all models.
+        # Each pair of models splits the attacked rows, so each row is in half of all models. `half`
+        # has the numbers of `size` attacked rows.
         if number % 2 == 0:
             half = draw.permutation(2 * size)[:size]
         else:
@@ -51,14 +55,16 @@ def attack_shadows(rebuilt: Rebuilt, count: int) -> Iterator[Attack]:
         rows = jax.tree.map(np.array, dataset.train)  # a copy
         for array, attacked_array in zip(rows, attacked, strict=True):  # inputs, and labels
             array[places] = attacked_array[half]
-        scores[number] = odds(_trained(rebuilt, rows, keys[number]), attacked)
+        shadow_params = _trained(rebuilt, rows, keys[number])
+        shadow_odds[number] = odds(shadow_params, attacked)
         left = (time.time() - began) / (number + 1) * (count - number - 1)
         print(f"shadow model {number + 1} of {count}, {duration(left)} left", file=sys.stderr)
     released_odds = np.asarray(odds(rebuilt.released, attacked))
+    # The offline attack uses only the models that did not train on a row.
     for name, online in (("LiRA, online", True), ("LiRA, offline", False)):
-        ratios = auditing.lira(released_odds, scores, joined, online=online)
-        pair = (ratios[:size], ratios[size:])
-        yield attack_of(f"{name}, {count} shadow models", rebuilt, pair, members, others)
+        ratios = auditing.lira(released_odds, shadow_odds, joined, online=online)
+        scores = (ratios[:size], ratios[size:])  # of members, and of others
+        yield attack_of(f"{name}, {count} shadow models", rebuilt, scores, members, others)
 
 
 def _trained(rebuilt: Rebuilt, rows: Any, key: dpjax.types.Key) -> Any:

@@ -22,40 +22,41 @@ _MOST = 512  # rows among which the canary is chosen
 
 
 def audit_step(rebuilt: Rebuilt, pairs: int) -> auditing.Separation:
-    """Measures the first step with a canary.
+    """Measures how far one row, the canary, moves the first step, in units of its noise.
 
-    The canary is the row whose clipped gradient is longest among up to 512 rows.
+    The canary is the row whose clipped gradient is longest among up to 512 rows. ``pairs`` is the
+    number of pairs of steps that measure the noise.
     """
     dataset = rebuilt.dataset
     planned = rebuilt.planned
     mechanism = planned.mechanism
-    places = spread(dataset.examples, _MOST)
+    places = spread(dataset.examples, _MOST)  # row numbers at equal distances
     rows = jax.tree.map(lambda leaf: jnp.asarray(leaf[places]), dataset.train)
     if planned.per_step is not None:  # the loss takes the epoch, which is 0 in the first step
         rows = (*rows, jnp.zeros(len(places), jnp.int32))
     clipped = dpjax.clipped_grad(planned.of_example, mechanism.clipping)(rebuilt.first_params, rows)
     # A dropped row has factor 0 and a norm that is not finite, and moves nothing.
     clipped_norms = np.nan_to_num(np.asarray(clipped.factors * clipped.norms))  # [rows, groups]
-    lengths = np.linalg.norm(clipped_norms, axis=1)
+    lengths = np.linalg.norm(clipped_norms, axis=1)  # of all groups together
 
     def build(sampler: Any) -> Any:
-        """The algorithm of the run with another sampler: the audit needs steps with the row."""
-        drawn = dataclasses.replace(mechanism, sampling=sampler)
+        """The algorithm of the run with a sampler that includes the canary, or leaves it out."""
+        with_sampler = dataclasses.replace(mechanism, sampling=sampler)
         # SGD with rate 1 shows the private mean as it is.
-        return planned.algorithm(drawn, dataset.train, optimizer=optax.sgd(1.0))
+        return planned.algorithm(with_sampler, dataset.train, optimizer=optax.sgd(1.0))
 
     return auditing.audit_algorithm(
         build,
         mechanism.sampling,
         rebuilt.first_params,
-        int(places[np.argmax(lengths)]),
+        canary=int(places[np.argmax(lengths)]),
         pairs=pairs,
         confidence=_CONFIDENCE,
     )
 
 
 def line_of_step(step: auditing.Separation, delta: float, name: str) -> Line:
-    """The line of a step, with the epsilon of one row that it draws."""
+    """The line of an audited step, whose epsilon is that of a row which the step draws."""
     bound = step.epsilon(delta)
     claimed = step.claimed_epsilon(delta)
     measured = f"mu {np.median(step.measured):.4f}, claimed {upwards(step.claimed, '.4f')}"

@@ -123,17 +123,18 @@ def model_card(folder: pathlib.Path) -> str:
 def registry_entry(folder: pathlib.Path) -> str:
     """An entry of the registry of deployments, filled in as far as a card has its fields."""
     card = read_json(folder / "privacy.json")
+    # Proven upper bounds on epsilon, each with the accountant that computed it.
     bounds = [
         (claim["value"], method.upper())
         for method, claim in card["epsilon"].items()
-        if claim["proven"] and claim["value"] != "inf"
+        if claim["proven"] and claim["value"] != "inf"  # JSON has no infinity
     ]
     if not bounds:
         raise ValueError("the card proves no epsilon. Expected the folder of a private run.")
     epsilon, method = min(bounds)
     mechanism = card["mechanism"]
     sampling = mechanism["sampling"]
-    unit = mechanism["unit"]
+    unit = mechanism["unit"]  # whose data are protected, such as "person"
     multipliers = [multiplier for multiplier, _ in mechanism["multiplier_and_steps"]]
     noise = f"{min(multipliers):.4g}"
     if max(multipliers) > min(multipliers):
@@ -156,6 +157,7 @@ def registry_entry(folder: pathlib.Path) -> str:
         "composition": f"All steps and earlier runs on these data together, by {method}.",
         "digest": digest,
     }
+    # A JSON string is a YAML string, which may then hold colons and quotes.
     return _REGISTRY.format(
         epsilon=upwards(epsilon, ".3g"),
         delta=upwards(card["delta"], ".3g"),

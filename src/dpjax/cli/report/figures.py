@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_FEW = 16  # with more classes, the numbers in the cells are too small to read
-_GROUPS = 12  # more histograms are too small to read
+_MOST_CLASSES = 16  # with more classes, the numbers in cells and on axes are too small to read
+# Histograms, one for each group of parameters with a bound of its own: more are too small to read.
+_MOST_GROUPS = 12
 _COLUMNS = 3  # of histograms, which is all that fits into the column of the page
 _LONGEST = 26  # characters of a title above a histogram
 _BLUE = PALETTE["blue"]
@@ -47,8 +48,8 @@ def accuracy(figure: Figure, run: SavedRun) -> str:
     y = 100 * run.series("accuracy")
     guess = 100 * guessed(run).get("accuracy", np.nan)
     _with_guess(figure, run, y, "test accuracy (%)", guess)
-    best = f"{_end(y, '{:.1f} %')} at the end, {np.nanmax(_means(y)):.1f} % at best."
-    return f"{best}{_groups(y)} {first_and_guess(run)}".rstrip()
+    best = f"{_last_mean(y, '{:.1f} %')} at the end, {np.nanmax(_group_means(y)):.1f} % at best."
+    return f"{best}{_words_on_groups(y)} {first_and_guess(run)}".rstrip()
 
 
 def error(figure: Figure, run: SavedRun) -> str:
@@ -59,7 +60,7 @@ def error(figure: Figure, run: SavedRun) -> str:
     """
     y = run.series("rmse")
     _with_guess(figure, run, y, "RMSE of test examples", guessed(run).get("rmse", np.nan))
-    return f"{_end(y)} at the end, {np.nanmin(_means(y)):.3g} at best."
+    return f"{_last_mean(y)} at the end, {np.nanmin(_group_means(y)):.3g} at best."
 
 
 def test_loss(figure: Figure, run: SavedRun) -> str:
@@ -71,7 +72,8 @@ def test_loss(figure: Figure, run: SavedRun) -> str:
     is_classifier = any("nll" in row for row in run.rows)
     y = run.series("nll" if is_classifier else "test_loss")
     against_epsilon(figure.subplots(), run, y, "mean loss of test examples", "blue")
-    return f"{_end(y)} at the end, {np.nanmin(_means(y)):.3g} at best.{_groups(y)}"
+    best = np.nanmin(_group_means(y))
+    return f"{_last_mean(y)} at the end, {best:.3g} at best.{_words_on_groups(y)}"
 
 
 def training_loss(figure: Figure, run: SavedRun) -> str:
@@ -82,7 +84,7 @@ def training_loss(figure: Figure, run: SavedRun) -> str:
     """
     y = run.series("private", "loss")
     against_epsilon(figure.subplots(), run, y, "mean loss of drawn examples", "clay")
-    return f"{_end(y)} at the end."
+    return f"{_last_mean(y)} at the end."
 
 
 def noise(figure: Figure, run: SavedRun) -> str:
@@ -94,19 +96,20 @@ def noise(figure: Figure, run: SavedRun) -> str:
     """
     if run.card is None:
         raise run.missing("privacy.json")
-    # Pairs of a multiplier and the number of steps in a row that have it.
+    # Pairs of a multiplier and the number of consecutive steps that have it, up to the last step
+    # that the card counts: a run may stop before its plan ends.
     levels = first_steps(run.mechanism["multiplier_and_steps"], run.card["steps"])
     if not levels:
         raise Missing("privacy.json says that no step counts")
-    multipliers, counts = np.array(levels, float).T
+    multipliers, step_counts = np.array(levels, float).T
     first, last = multipliers[[0, -1]]
     if np.all(multipliers == first):
         raise Missing(f"it is {first:.4g} at every step")
-    edges = np.concatenate([[0], np.cumsum(counts)])  # the steps at which it changes
+    edges = np.concatenate([[0], np.cumsum(step_counts)])  # the steps at which it changes
     axes = panel(figure, "step", "noise multiplier")
     # Stairs show that a multiplier holds from one change to the next.
     axes.stairs(multipliers, edges, baseline=None, color=_BLUE, linewidth=1.6)
-    axes.set_ylim(0, 1.2 * multipliers.max() or 1)
+    axes.set_ylim(0, 1.2 * multipliers.max())
     sentence = f"From {first:.4g} to {last:.4g}, over {int(edges[-1]):,} accounted steps."
     if run.mechanism.get("before"):
         sentence += " Earlier runs are not drawn."
@@ -122,16 +125,16 @@ def clipping(figure: Figure, run: SavedRun) -> str:
     above = run.series("private", "clipped")
     axes = panel(figure, "step", "")
     band(axes, run.steps, above, "blue", "fraction above the bound")
-    sentence = f"{_end(100 * above, '{:.0f} %')} of the examples were above the bound"
-    lowest = 0.0
+    sentence = f"{_last_mean(100 * above, '{:.0f} %')} of the examples were above the bound"
+    lowest = 0.0  # of both curves; only a cosine may be negative
     with contextlib.suppress(Missing):  # a loss of persons or of epochs has no cosine
         cosine = run.series("private", "cosine")
         band(axes, run.steps, cosine, "clay", "cosine of clipped and unclipped mean")
-        sentence += f"; the cosine was {_end(cosine, '{:.2f}')}"
+        sentence += f"; the cosine was {_last_mean(cosine, '{:.2f}')}"
         lowest = min(0, np.nanmin(cosine))
     axes.set_ylim(1.05 * lowest - 0.03, 1.03)  # a margin shows lines at 0 and 1
     legend(axes)
-    return f"{sentence}.{_groups(above)}"
+    return f"{sentence}.{_words_on_groups(above)}"
 
 
 def norms(figure: Figure, run: SavedRun) -> str:
@@ -145,13 +148,13 @@ def norms(figure: Figure, run: SavedRun) -> str:
     band(axes, run.steps, y, "blue", "mean norm")
     axes.set_ylim(bottom=0)
     try:
-        band(axes, run.steps, run.series("bound"), "clay", **_DASHED)  # adapted bounds
-    except Missing:
+        band(axes, run.steps, run.series("bound"), "clay", **_DASHED)
+    except Missing:  # the log has only bounds that adapt
         bound = _fixed_bound(run)
         if bound is not None:
             axes.axhline(bound, color=_CLAY, **_DASHED)
     legend(axes)
-    return f"{_end(y)} at the end.{_groups(y)}"
+    return f"{_last_mean(y)} at the end.{_words_on_groups(y)}"
 
 
 def gradients(figure: Figure, run: SavedRun) -> str:
@@ -160,23 +163,24 @@ def gradients(figure: Figure, run: SavedRun) -> str:
     The gradient norms of single training examples in the trained model, on a logarithmic axis.
     Gradients to the right of the bound are clipped to it.
     """
-    # One group is stored without its axis.
-    norms = run.array("diagnostics", "norms")
-    norms = norms.reshape(len(norms), -1).astype(float)  # [examples, groups]
-    bounds = np.atleast_1d(run.array("diagnostics", "bounds")).astype(float)
-    _histograms(figure, run, norms, bounds)
-    finite = np.isfinite(norms)  # no bin can hold the others
-    above = np.sum(finite & (norms > bounds)) / max(1, finite.sum())
-    median = np.median(norms[finite]) if finite.any() else np.nan
+    # Norms of a single group are stored without the axis of groups.
+    stored = run.array("diagnostics", "norms")
+    gradient_norms = stored.reshape(len(stored), -1).astype(float)  # [examples, groups]
+    bounds = np.atleast_1d(run.array("diagnostics", "bounds")).astype(float)  # [groups]
+    _histograms(figure, run, gradient_norms, bounds)
+    # The sentence is on the norms that the histograms show.
+    finite = np.isfinite(gradient_norms)
+    above = np.sum(finite & (gradient_norms > bounds)) / max(1, finite.sum())
+    median = np.median(gradient_norms[finite]) if finite.any() else np.nan
     sentence = (
-        f"Of {len(norms):,} training examples, {above:.0%} are above the bound; "
+        f"Of {len(gradient_norms):,} training examples, {above:.0%} are above the bound; "
         f"median {median:.3g}."
     )
     if not finite.all():
         sentence += f" {np.sum(~finite):,} norms are not finite."
-    groups = norms.shape[1]
-    if groups > _GROUPS:
-        sentence += f" The first {_GROUPS} of {groups} groups are drawn."
+    groups = gradient_norms.shape[1]
+    if groups > _MOST_GROUPS:
+        sentence += f" The first {_MOST_GROUPS} of {groups} groups are drawn."
     return sentence
 
 
@@ -195,12 +199,12 @@ def classes(figure: Figure, run: SavedRun) -> str:
     axes.plot(numbers, accuracies, "o", color=_BLUE, markersize=5, label="one class")
     axes.axhline(total, color=_CLAY, linewidth=1.2, label=f"all: {total:.1f} %")
     axes.grid(visible=False, axis="x")
-    if len(numbers) <= _FEW:
+    if len(numbers) <= _MOST_CLASSES:
         axes.set_xticks(numbers)
     legend(axes)
-    worst = int(np.nanargmin(accuracies))
-    size = int((labels == worst).sum())
-    return f"Lowest: class {worst}, {accuracies[worst]:.1f} % of {size:,} examples."
+    worst = int(np.nanargmin(accuracies))  # a class without test examples has NaN
+    examples = int((labels == worst).sum())
+    return f"Lowest: class {worst}, {accuracies[worst]:.1f} % of {examples:,} examples."
 
 
 def confusion(figure: Figure, run: SavedRun) -> str:
@@ -210,24 +214,26 @@ def confusion(figure: Figure, run: SavedRun) -> str:
     fractions of the row.
     """
     counts = np.asarray(metrics.confusion(*_predictions(run)))  # [true class, predicted class]
-    size = len(counts)
+    class_count = len(counts)
+    # Fractions of the row; a class without test examples has a row of zeros.
     share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     figure.set_size_inches(WIDTH, 4.6)  # nearly a square, as the matrix is
     axes = panel(figure, "predicted class", "true class")
-    edges = np.arange(size + 1) - 0.5
-    # A small fraction stays visible at an opacity of 0.1. Columns are along x, the first axis.
-    _cells(axes, edges, edges, np.where(counts, 0.1 + 0.9 * share, 0).T)
+    edges = np.arange(class_count + 1) - 0.5
+    # A small fraction stays visible at an opacity of 0.1.
+    opacity = np.where(counts, 0.1 + 0.9 * share, 0)
+    _cells(axes, edges, edges, opacity.T)  # predicted classes are along x, the first axis
     # Class 0 is the top row.
-    axes.set(xlim=(-0.5, size - 0.5), ylim=(size - 0.5, -0.5), aspect="equal")
-    if size <= _FEW:
-        axes.set_xticks(range(size))
-        axes.set_yticks(range(size))
+    axes.set(xlim=(-0.5, class_count - 0.5), ylim=(class_count - 0.5, -0.5), aspect="equal")
+    if class_count <= _MOST_CLASSES:
+        axes.set_xticks(range(class_count))
+        axes.set_yticks(range(class_count))
         for row, column in np.argwhere(counts):
             # A number on a dark cell is light.
             ink = "paper" if share[row, column] > 0.5 else "ink"
             look = {"ha": "center", "va": "center", "color": PALETTE[ink], "fontsize": 7.5}
             axes.text(column, row, str(counts[row, column]), **look)
-    mistakes = counts * (1 - np.eye(size, dtype=int))
+    mistakes = counts * (1 - np.eye(class_count, dtype=int))
     if not mistakes.any():
         return "There are no mistakes."
     row, column = np.unravel_index(mistakes.argmax(), mistakes.shape)
@@ -243,23 +249,26 @@ def calibration(figure: Figure, run: SavedRun) -> str:
     them.
     """
     logits, labels = _predictions(run)
-    # Each is [bins].
-    counts, confidence, rates = map(np.asarray, metrics.reliability(logits, labels))
+    # Bins of equal width in confidence; each of these is [bins].
+    counts, confidences, accuracies = map(np.asarray, metrics.reliability(logits, labels))
     # An empty bin has no accuracy; a dot at 0 claims one.
     filled = counts > 0
+    x = confidences[filled]
+    y = accuracies[filled]
     figure.set_size_inches(WIDTH, 4.0)
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    above.plot([0, 1], [0, 1], "--", color=PALETTE["muted"], linewidth=1, label="confidence")
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    # The dashed line is where accuracy equals confidence.
+    upper.plot([0, 1], [0, 1], "--", color=PALETTE["muted"], linewidth=1, label="confidence")
     # A line from each dot to the dashed line is its error.
-    above.vlines(confidence[filled], confidence[filled], rates[filled], color=_BLUE)
+    upper.vlines(x, x, y, color=_BLUE)
     # The root keeps small bins visible: the last one usually holds most predictions.
     areas = 8 + 90 * np.sqrt(counts[filled] / counts.sum())
     look = {"color": _BLUE, "label": "accuracy", "linewidths": 0, "zorder": 3}
-    above.scatter(confidence[filled], rates[filled], areas, **look)
-    above.set(ylabel="accuracy", ylim=(-0.03, 1.03))
-    legend(above)
-    below.stairs(counts, np.linspace(0, 1, len(counts) + 1), fill=True, color=_BLUE, alpha=0.55)
-    below.set(xlabel="confidence", ylabel="examples", xlim=(-0.02, 1.02))
+    upper.scatter(x, y, areas, **look)
+    upper.set(ylabel="accuracy", ylim=(-0.03, 1.03))
+    legend(upper)
+    lower.stairs(counts, np.linspace(0, 1, len(counts) + 1), fill=True, color=_BLUE, alpha=0.55)
+    lower.set(xlabel="confidence", ylabel="examples", xlim=(-0.02, 1.02))
     expected = float(metrics.ece(logits, labels))
     largest = float(metrics.mce(logits, labels))
     return f"Expected calibration error (ECE) {expected:.3f}, largest (MCE) {largest:.3f}."
@@ -350,10 +359,14 @@ def _with_guess(figure: Figure, run: SavedRun, y: np.ndarray, name: str, guess: 
 
 
 def _cells(axes: Axes, x: np.ndarray, y: np.ndarray, shade: np.ndarray) -> None:
-    """Rectangles between the edges ``x`` and ``y``; ``shade``, ``[columns, rows]``, is opacity."""
+    """Rectangles between the edges ``x`` and ``y``; ``shade``, ``[columns, rows]``, is opacity.
+
+    They have one color, because the page replaces colors by variables for its light and dark theme.
+    """
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
+    # Antialiased edges are seen as lines between neighbours.
     look: dict[str, Any] = {"facecolor": _BLUE, "linewidth": 0, "antialiased": False}
     widths = np.diff(x)
     heights = np.diff(y)
@@ -379,9 +392,9 @@ def _fixed_bound(run: SavedRun) -> float | None:
 
 def _histograms(figure: Figure, run: SavedRun, norms: np.ndarray, bounds: np.ndarray) -> None:
     """A histogram for each of the first groups of norms, ``[examples, groups]``, in a grid."""
-    shown = min(norms.shape[1], _GROUPS)
+    shown = min(norms.shape[1], _MOST_GROUPS)
     columns = min(shown, _COLUMNS)
-    rows = -(-shown // columns)
+    rows = math.ceil(shown / columns)
     # A single row is as high as other figures.
     figure.set_size_inches(WIDTH, 1.6 * rows if rows > 1 else 2.9)
     grid = figure.subplots(rows, columns, squeeze=False).ravel()
@@ -394,7 +407,7 @@ def _histograms(figure: Figure, run: SavedRun, norms: np.ndarray, bounds: np.nda
             axes.set_title(_group_name(names, group), parse_math=False)
     figure.supxlabel("gradient norm of an example", **_LABEL)
     figure.supylabel("examples", **_LABEL)
-    if shown == 1:
+    if shown == 1:  # several histograms have titles, where a legend is drawn
         legend(grid[0])
 
 
@@ -412,9 +425,10 @@ def _group_name(names: Sequence[Any], group: int) -> str:
 def _histogram(axes: Axes, norms: np.ndarray, bound: float) -> None:
     """Counts on a logarithmic axis, because a few gradients are often a hundred times longer."""
     norms = norms[np.isfinite(norms)]
-    longest = float(norms.max(initial=0)) or 1.0
-    # The axis has at most four decades; the first bin holds all norms below.
+    longest = float(norms.max(initial=0)) or 1.0  # a logarithmic axis needs a positive number
     shortest = float(norms.min(initial=longest, where=norms > 0))
+    # The axis has at most four decades, with a margin on both sides. The first bin also holds all
+    # shorter norms.
     low = max(shortest / 1.1, longest * 1e-4)
     edges = np.geomspace(low, 1.1 * longest, 41)  # of 40 bins
     counts, _ = np.histogram(np.maximum(norms, low), edges)
@@ -436,21 +450,21 @@ def _predictions(run: SavedRun) -> tuple[Array, Array]:
     return jnp.asarray(logits, jnp.float32), jnp.asarray(labels)
 
 
-def _groups(table: np.ndarray) -> str:
-    """A sentence for a figure of several groups; else empty."""
+def _words_on_groups(table: np.ndarray) -> str:
+    """A sentence on the line and the band of several groups; empty for one group."""
     width = table.shape[1]
     if width == 1:
         return ""
     return f" The line is the mean of {width} groups, the band their range."
 
 
-def _means(table: np.ndarray) -> np.ndarray:
+def _group_means(table: np.ndarray) -> np.ndarray:
     """The mean over groups of each row that has a number."""
     return np.nanmean(table[~np.isnan(table).all(axis=1)], axis=1)
 
 
-def _end(table: np.ndarray, form: str = "{:.3g}") -> str:
-    """The mean over groups of the last row; an earlier row is of other parameters."""
+def _last_mean(table: np.ndarray, form: str = "{:.3g}") -> str:
+    """The mean over groups of the last row, as text; an earlier row is of other parameters."""
     last = table[-1]
     numbers = last[~np.isnan(last)]
     return form.format(numbers.mean()) if numbers.size else "no number"
