@@ -131,6 +131,7 @@ def dp_adam(
         # rule's own bounds, and `bound_scale` is the factor of this step on them.
         deviations = jnp.stack(mechanism.deviations_on_mean(state.step)) * bound_scale
         variances = jnp.square(deviations)
+        # In the symbols of `dp_adam`, first is m, second is v and noise is s.
         first = optax.tree_utils.tree_update_moment(updates, state.first, b1, 1)
         second = optax.tree_utils.tree_update_moment(updates, state.second, b2, 2)
         noise = b2 * state.noise + (1 - b2) * variances.astype(state.noise.dtype)

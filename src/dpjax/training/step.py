@@ -149,8 +149,8 @@ def _seen(
     rule = mechanism.clipping
     real = sizes > 0
     # An example with a non-finite gradient contributed zero to the sum of gradients, so the sums of
-    # losses and norms leave it out. `over` counts infinite norms, which are above the bound. Norms
-    # are [size, groups], and bounds are [1, groups].
+    # losses and norms leave it out. `over`, the number of norms above the bound in each group,
+    # counts infinite ones. Norms are [size, groups], and bounds are [1, groups].
     finite = jnp.all(jnp.isfinite(clipped.norms), axis=1)
     scored = real & finite & jnp.isfinite(clipped.losses)
     losses = jnp.where(scored, clipped.losses, 0)
@@ -160,13 +160,13 @@ def _seen(
         below = mechanism.adaptive.below(rule, clipped.norms, real)
     return Seen(
         losses=jnp.sum(losses, dtype=jnp.float32) * scale,
-        scored=jnp.sum(scored, dtype=jnp.int32),
+        scored=jnp.sum(scored, dtype=jnp.int32),  # how many losses the sum has
         norms=jnp.sum(norms, axis=0, dtype=jnp.float32) * scale,
         over=jnp.sum(clipped.norms > jnp.asarray([rule.bounds]), axis=0, dtype=jnp.float32),
-        below=below,
+        below=below,  # the count that an adapted bound follows
         drawn=jnp.sum(drawn, dtype=jnp.int32),
-        working=jnp.sum(real, dtype=jnp.int32),
-        dropped=jnp.sum(real & ~finite, dtype=jnp.int32),
+        working=jnp.sum(real, dtype=jnp.int32),  # drawn entries with an example
+        dropped=jnp.sum(real & ~finite, dtype=jnp.int32),  # of these, with a non-finite gradient
         examples=jnp.sum(sizes, dtype=jnp.int32),
     )
 
