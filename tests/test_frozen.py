@@ -58,7 +58,7 @@ def test_an_argument_gives_the_sum_of_a_closure_and_is_no_constant(engine):
 
 
 @kills(
-    "training/_streaming.py", "bound = bound_to(recipe, shared)", "bound = bound_to(recipe, None)"
+    "training/_streaming.py", "shared = bound_to(recipe, shared)", "shared = bound_to(recipe, None)"
 )
 @pytest.mark.thorough
 def test_runs_in_memory_and_from_a_stream_are_those_of_a_closure():

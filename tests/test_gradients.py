@@ -620,7 +620,11 @@ KILLS = {
     "test_what_a_long_sum_rounds_away_meets_the_noise": [
         kills("training/step.py", "lost=lost,\n", "lost=None,\n", case="in memory", slow=True),
         kills(
-            "training/step.py", "data, held, end_block)", "data, held)", case="in memory", slow=True
+            "training/step.py",
+            "data, whole, end_block)",
+            "data, whole)",
+            case="in memory",
+            slow=True,
         ),
         kills(
             "training/_streaming.py",

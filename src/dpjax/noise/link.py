@@ -101,7 +101,8 @@ def noise_link(
         # Sum and count as given: `dpjax.testing` overrides this method to record or replace them.
         total, below = state.meeting(updates, below, noise)
         if key is None:
-            # A traced `init` without a key gives the unset key, zeros. A caller's may be zeros too.
+            # A traced `init` without a key gives the unset key, zeros, which is refused here. With
+            # a key of the caller zeros are allowed: `jax.random.key(0)` is zeros too.
             total = unless_unset(total, state.key, name)
         released, after = release(total, state, below)
         return released, after._replace(step=state.step + 1)
@@ -189,7 +190,7 @@ def add_noise(
       lost: The rounding error of ``total``, which is added too; None if it is not known.
       in_parts: For leaves that a mesh splits: each device draws its part of the same numbers.
     """
-    groups = partition.assign(total)
+    groups = partition.assign(total)  # the group of each leaf
     # `WIDER` covers the rounding errors of float32 in the sum; accounting does not count it.
     wider = [deviation * WIDER for deviation in deviations]
     scales = jax.tree.structure(total).unflatten([wider[group] for group in groups])
@@ -197,7 +198,7 @@ def add_noise(
     operands = [scales]  # the arguments of `_added` after noise and leaf, as trees
     if lost is not None:
         operands.append(lost)
-    parts = normal_in_parts if in_parts else None
+    parts = normal_in_parts if in_parts else None  # the sampler in place of `standard_normal`
     if strategy is None:
         # `_added` runs on each leaf before more noise is drawn, to hold less of it in memory.
         noisy = trees.random_like(

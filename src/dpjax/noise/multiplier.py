@@ -48,7 +48,7 @@ def _product(multiplier: Any, bound: float) -> Any:
 
 
 def checked_multiplier(call: str, noise_multiplier: Any, rule: Clipping) -> NoiseMultiplier:
-    """A multiplier that fits the rule: a schedule, or Python's number, or one for each group."""
+    """The multiplier as a schedule, a float, or a tuple with a float for each group of the rule."""
     hint = "It is the noise's standard deviation divided by the sensitivity."
 
     def number(value: Any) -> float:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps on data in device memory: one compiled program, several steps per dispatch.
 
-Neither the size of a draw nor the number of steps compiles a second program.
+Neither the size of a draw nor the number of steps compiles a second program. Each step reports
+`Seen`: secret sums over its draw, for example of losses and gradient norms.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dpjax.training.recipe import Home, Recipe, held_on
 from dpjax.training.step import private_step
 from dpjax.types import PyTree, State
 
-# The most steps in one dispatch. One buffer holds the sums that all of them report.
+# The most steps in one dispatch. One buffer holds what all of them report.
 _MOST = 512
 
 
@@ -50,7 +51,10 @@ class InMemory:
         self._compiled = functools.lru_cache(maxsize=4)(compiled)
 
     def run(self, state: State, count: int) -> tuple[State, Seen]:
-        """The state after ``count`` steps, and their sums ``[count, ...]``; donates ``state``."""
+        """The state after ``count`` steps, and their `Seen`, with arrays ``[count, ...]``.
+
+        It donates the buffers of ``state``.
+        """
         mesh = self._home(state.params)
         data, shared = self._held_on(mesh)
         # Shardings and structure of the state are the key of the cache of programs.
@@ -59,34 +63,35 @@ class InMemory:
         if mesh is not None:
             shardings = tuple(leaf.sharding for leaf in leaves)
         run_several = self._compiled(shardings, structure)
-        dispatches = []
+        seen = []  # of each dispatch, [steps, ...]
         while count > 0:
             # The buffer has a fixed size, so one program serves every count.
             steps = min(count, _MOST)
             state, buffer = run_several(state, data, shared, steps)
             filled = jax.tree.map(lambda x, end=steps: x[:end], jax.device_get(buffer))
-            dispatches.append(filled)
+            seen.append(filled)
             count -= steps
-        return state, jax.tree.map(lambda *x: np.concatenate(x), *dispatches)
+        return state, jax.tree.map(lambda *x: np.concatenate(x), *seen)
 
 
-# A function of the module: the cache of a bound method keeps its object, and so the data, alive.
+# A function of the module, because `InMemory` holds the cache of programs, and the cache of a bound
+# method holds the object. Such a cycle keeps the data in device memory until Python collects it.
 def _compiled(recipe: Recipe, shardings: tuple[Any, ...] | None, structure: Any) -> Any:
     """The compiled program of several steps of `private_step`, for states of this structure.
 
-    The program maps ``(state, data, shared, count)`` to the state after ``count`` steps and the
-    buffer of their sums. ``shardings`` has the sharding of each leaf of the state, or is None on a
-    single device.
+    The program maps ``(state, data, shared, count)`` to the state after ``count`` steps and a
+    buffer: `Seen` with a leading axis of `_MOST` steps. ``shardings`` has the sharding of each leaf
+    of the state, or is None on a single device.
     """
 
     def several(
         state: State, data: PyTree, shared: PyTree, count: Int[Array, ""]
     ) -> tuple[State, Seen]:
-        # Row i of the buffer holds the sums of step i.
+        # Row i of the buffer is for step i of this dispatch.
         zero = nothing_seen(recipe.mechanism)
         buffer = jax.tree.map(lambda x: jnp.zeros((_MOST, *x.shape), x.dtype), zero)
 
-        def body(i: Int[Array, ""], carry: tuple[State, Any]) -> tuple[State, Any]:
+        def body(i: Int[Array, ""], carry: tuple[State, Seen]) -> tuple[State, Seen]:
             state, buffer = carry
             state, seen = private_step(recipe, data, state, shared)
             return state, jax.tree.map(lambda rows, row: rows.at[i].set(row), buffer, seen)
@@ -97,7 +102,7 @@ def _compiled(recipe: Recipe, shardings: tuple[Any, ...] | None, structure: Any)
 
     if shardings is None:
         return jax.jit(several, donate_argnums=0)
-    # The next state has the shardings of the given one, because they are in the key of the cache:
-    # with others, the next dispatch compiles again. For the buffer (None) XLA chooses.
-    of_state = structure.unflatten(shardings)
-    return jax.jit(several, donate_argnums=0, out_shardings=(of_state, None))
+    # The returned state keeps the shardings of the given one. Otherwise the next dispatch compiles
+    # again, because `InMemory` looks its program up by them. For the buffer (None) XLA chooses.
+    state_shardings = structure.unflatten(shardings)
+    return jax.jit(several, donate_argnums=0, out_shardings=(state_shardings, None))

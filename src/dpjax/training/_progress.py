@@ -18,6 +18,8 @@ from dpjax._rounding import three_digits
 Follow = Callable[[Sequence[Mapping[str, Any]]], object]
 """Gets all rows of the log after each new one."""
 
+# Ends a string that overwrites a longer live line: the terminal clears the rest of the line.
+_CLEAR = "\x1b[K"
 # Fields that the line shows in words of its own, such as the step, or not at all.
 _LEFT_OUT = FIELDS - {"bound"}
 
@@ -25,7 +27,8 @@ _LEFT_OUT = FIELDS - {"bound"}
 class Progress:
     """Shows the progress of a run: in lines, or through a function of the caller.
 
-    A run takes its steps in dispatches: calls of a compiled program, each of several steps.
+    A run takes its steps in dispatches: calls of a compiled program, each of several steps. After
+    some of them the log gets a row: step, epsilon, and the numbers of an evaluation.
 
     Args:
       begin: How many steps of the run have run so far.
@@ -61,7 +64,7 @@ class Progress:
         self.step = begin
         self.shown = 0.0  # the time at which the line was last drawn, in seconds
         self.began = 0.0  # the time at which the dispatch began
-        # The time at which the first dispatch ended, which compiled, and the steps done by then.
+        # The time at which the first dispatch (which also compiles) ended, and the steps by then.
         self.first: tuple[float, int] | None = None
         # Steps and seconds of dispatches since the last row, without compilation and evaluation.
         self.steps = 0
@@ -77,7 +80,7 @@ class Progress:
         """A dispatch begins; the first one compiles."""
         self.began = time.monotonic()
         if self.live and self.first is None:
-            print("\rcompiling ...\x1b[K", end="", file=self.stream, flush=True)
+            print(f"\rcompiling ...{_CLEAR}", end="", file=self.stream, flush=True)
 
     def tick(self, step: int) -> None:
         """A dispatch has ended; moves the bar of a live line, at most five times a second."""
@@ -99,7 +102,7 @@ class Progress:
         return steps_per_second
 
     def line(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Shows the last row of the log."""
+        """Shows the last row of the log, or gives all rows to the function of the caller."""
         if self.follow is not None:
             self.follow(rows)
         if not self.enabled:
@@ -113,6 +116,7 @@ class Progress:
         # Rounded up, as every claim is: the line must not show less than was spent.
         epsilon = three_digits(row["epsilon"])
         self.pieces = [f"epsilon {epsilon} of {three_digits(self.largest_epsilon)}"]
+        # Lists, which have a number for each group, and None do not fit into a line.
         numbers = {name: value for name, value in fields.items() if isinstance(value, float)}
         self.pieces += [f"{name} {value:.3f}" for name, value in numbers.items()]
         if per_second in row:
@@ -123,7 +127,7 @@ class Progress:
         self.step = row["step"]
         self._draw()
         if not self.live:
-            print(file=self.stream, flush=True)
+            print(file=self.stream, flush=True)  # ends the line, which stays
 
     def _draw(self) -> None:
         """Writes the line: step, time left, and the numbers of the last row."""
@@ -147,7 +151,7 @@ class Progress:
         width = shutil.get_terminal_size().columns - 1
         while len(pieces) > 2 and len("  ".join(pieces)) > width:
             pieces.pop()
-        print(f"\r{'  '.join(pieces)[:width]}\x1b[K", end="", file=self.stream, flush=True)
+        print(f"\r{'  '.join(pieces)[:width]}{_CLEAR}", end="", file=self.stream, flush=True)
 
     def _bar(self) -> str:
         """Eight characters; the thick ones show the part of the run that is done."""

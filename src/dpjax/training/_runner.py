@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run in progress: its state, its rows, and the infos of the steps since the last row.
+"""A run in progress: its state, the rows of its log, and the infos of the steps since the last row.
 
-A checkpoint holds state and infos, so a resumed run writes the rows of an uninterrupted one.
+An info holds the measurements of a step, such as its mean loss. A checkpoint holds state and infos,
+so a resumed run writes the rows of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class Run:
         # host; the caller may have put the whole state on a device.
         self.state = trees.copy(state)._replace(ledger=jax.device_get(state.ledger))
         self.rows: list[dict[str, Any]] = []
-        # The infos of each dispatch since the last row, as lists with one entry for each step.
+        # The infos of each dispatch since the last row: from the name of a field to a list of its
+        # values, one for each step.
         self.infos: list[Mapping[str, Any]] = []
         self.dispatch_size = 1  # in steps
         self.saved_at = time.monotonic()
@@ -84,6 +86,7 @@ class Run:
         if folder is not None:
             self._resume(folder)
             if processes.first_process():
+                # TensorBoard drops events of later steps, which run again.
                 self.board = Board(folder.path / "tensorboard", self.done)
         # The noise of this start has a new key, unless the caller supplied one. So it shares no
         # noise with a copy of the state, and no checkpoint has to hold a noise key.
@@ -121,12 +124,12 @@ class Run:
         if latest.state.ledger.steps >= self.done:
             self.state = with_supplied(latest.state, self.state, self.mechanism)
         self.rows = folder.rows()
-        # A row of this step already holds the means of the checkpoint's infos.
+        # If the log has a row of this step, that row already holds the means of these infos.
         if not self.at_row:
             self.infos = list(facts["seen"])
-        # If `evaluate` stopped the run, all planned steps count, also in a resumed run. The row of
-        # that step records their number. The checkpoint of the step does not, because it was
-        # written before `evaluate` ran; checkpoints of later steps do, in `ledger.chosen`.
+        # If `evaluate` stopped the run, all planned steps count, also in a resumed run, which may
+        # plan more. The row of that step records their number, and so do checkpoints of later steps
+        # in `ledger.chosen`. The checkpoint of the step itself was written before `evaluate` ran.
         least = counted(self.rows)  # 0 if no row records a stop
         if least > 0 or self.state.ledger.chosen:
             self._end(least)
@@ -199,7 +202,7 @@ class Run:
             "method": method,
         }
         if not accounting.METHODS[method].proven:
-            row["estimate"] = True
+            row["estimate"] = True  # epsilon is not an upper bound by this method
         row |= _plain(self.algorithm.released(self.state))  # such as adapted bounds
         if speed > 0:
             # The expected size of a batch, because the drawn sizes are private.

@@ -4,8 +4,8 @@
 Draw, microbatches and noise are the same as in `private_step`. All draws of a call follow from keys
 and step numbers, so the host reads the next rows while the device works.
 
-A layout divides each microbatch into shares, one for each device of the batch; a program of
-`layout.on_each` runs on all of them, and its arrays have a leading axis of shares.
+A layout divides each microbatch into shares, one for each device of the batch. A program of
+`layout.on_each` runs on all of them, and stacks their results along a leading axis of shares.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ class Streamed:
         self._held_on = functools.lru_cache(maxsize=1)(held)
 
     def run(self, state: State, count: int) -> tuple[State, Seen]:
-        """The state after ``count`` steps, and their sums ``[count, ...]``; donates ``state``."""
+        """The state after ``count`` steps, and their `Seen`, with arrays ``[count, ...]``.
+
+        It donates the buffers of ``state``.
+        """
         layout = layout_of(self._recipe, state.params, self._stream.row)
         programs = self._programs_on(layout)
         shared = self._held_on(layout.mesh)
@@ -68,7 +71,8 @@ class Streamed:
             for number, microbatch in enumerate(draw, 1):
                 rows, mask = placement(next(rows_of_microbatches), microbatch.mask)
                 sums = programs.add((state, shared), rows, mask, sums)
-                # A large draw is summed in blocks, to bound the rounding errors; see `Total`.
+                # A large draw is summed in blocks, to bound the rounding errors; `high` is the sum
+                # of the blocks that have ended.
                 has_blocks = sums.gradients.high is not None
                 if has_blocks and number % layout.microbatches_in_block == 0:
                     sums = programs.settle(sums)
@@ -81,9 +85,10 @@ class Streamed:
 def _drawn(
     programs: Any, state: State, count: int, size: int
 ) -> tuple[list[list[_Microbatch]], Key | None]:
-    """The draws of ``count`` steps in microbatches of ``size``, and the epoch key after them.
+    """A list of microbatches of ``size`` for each of ``count`` steps, and the next epoch key.
 
-    ``programs`` is the result of `_programs`, with the sampler's ``draw``.
+    The epoch key is for a sampler with `Bins`, which draws all batches of an epoch together; other
+    samplers have None. ``programs`` is the result of `_programs`, with the sampler's ``draw``.
     """
     draws = []
     first_step = int(state.step)
@@ -101,8 +106,8 @@ def _drawn(
 def _programs(recipe: Recipe, layout: Layout) -> types.SimpleNamespace:
     """The compiled parts of a step on this layout, in the order in which they run.
 
-    `layout.on_each` runs a function for each share and stacks the results. The function gets the
-    number of the share, which no part needs, before its own arguments.
+    A function that `layout.on_each` runs for each share gets the number of the share as its first
+    argument, which no part needs.
     """
 
     def begin(state: State) -> Sums:
@@ -110,20 +115,23 @@ def _programs(recipe: Recipe, layout: Layout) -> types.SimpleNamespace:
         zeros = layout.on_each(lambda _, params: no_sums(recipe.mechanism, params, layout))
         return zeros(state.params)
 
-    def add(held: tuple[State, PyTree], rows: PyTree, mask: Any, sums: Sums) -> Sums:
-        """Adds a microbatch: each share its own rows to its own sums."""
+    def add(whole: tuple[State, PyTree], rows: PyTree, mask: Any, sums: Sums) -> Sums:
+        """Adds a microbatch: each share its own rows to its own sums.
 
-        def add_share(_: Any, held: Any, rows: PyTree, mask: Any, sums: Sums) -> Sums:
-            state, shared = held
-            bound = bound_to(recipe, shared)
-            # The part of one share still has the axis of shares, [1, ...]; `on_each` adds it again.
+        ``rows`` and ``mask`` are ``[size, ...]``, and ``sums`` are ``[shares, ...]``.
+        """
+
+        def add_share(_: Any, whole: Any, rows: PyTree, mask: Any, sums: Sums) -> Sums:
+            state, shared = whole
+            recipe_with_shared = bound_to(recipe, shared)
+            # The sums of one share are [1, ...] here; `on_each` adds the axis of shares again.
             sums = jax.tree.map(lambda x: x[0], sums)
-            return add_clipped(bound, state, rows, mask, sums)
+            return add_clipped(recipe_with_shared, state, rows, mask, sums)
 
-        state, shared = held
-        held = (without_optimizer(state), shared)
-        # Every share gets all of `held`, argument 0, and its part of arguments 1 to 3.
-        return layout.on_each(add_share, split={1, 2, 3})(held, rows, mask, sums)
+        state, shared = whole
+        whole = (without_optimizer(state), shared)
+        # Every share gets argument 0 as a whole, and its part of arguments 1 to 3.
+        return layout.on_each(add_share, split={1, 2, 3})(whole, rows, mask, sums)
 
     finish = functools.partial(release, recipe, layout)
     # Only the last program of a step may reuse the state's buffers: all microbatches read them.
@@ -168,11 +176,11 @@ class _Placement:
         """
         mask = np.zeros((self.size, *drawn.shape[1:]), bool)
         mask[: len(drawn)] = drawn
-        count = len(jax.tree.leaves(rows)[0])
-        if count < len(self.places):
+        rows_read = len(jax.tree.leaves(rows)[0])
+        if rows_read < len(self.places):
             # Padding repeats the last row: a zero row may have a NaN gradient, as of a norm at 0.
-            filled = np.minimum(np.arange(len(self.places)), count - 1)
-            rows = jax.tree.map(lambda x: x[filled], rows)
+            with_padding = np.minimum(np.arange(len(self.places)), rows_read - 1)
+            rows = jax.tree.map(lambda x: x[with_padding], rows)
         sharding = self.sharding
         # In a single process, the program that takes these arrays moves them to its devices.
         if sharding is None:
@@ -182,6 +190,7 @@ class _Placement:
         where = np.zeros(self.size, int)
         where[self.places] = np.arange(len(self.places))
         rows = jax.tree.map(lambda x: _global(x, where, sharding), rows)
+        # Each process has the whole mask, so place i has its entry i.
         return rows, _global(mask, np.arange(self.size), sharding)
 
 

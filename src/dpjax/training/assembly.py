@@ -111,8 +111,8 @@ class _Assembly:
             # If a row holds several examples, as of a client, the user's loss of one example is
             # checked before the loss of a row, so an error is about the function of the user.
             if self.of_one is not None:
-                loss_of_one, row = self.of_one
-                Traced(loss_of_one).check(params, row, name)
+                loss_of_one, example = self.of_one
+                Traced(loss_of_one).check(params, example, name)
             # The loss is traced with the shardings of the mesh that the user chose. Without one,
             # data that the user split by explicit axes are refused: most models do not run on them.
             if mesh is not None:
@@ -120,7 +120,8 @@ class _Assembly:
             elif not self.is_stream:
                 meshes.refuse_explicit(name, "data", self.data)
             self._check_loss(params)
-            # Without a mesh of the user, shapes decide on which devices the run lies.
+            # `home` returns the mesh of the user again. Without one, the shapes of the parameters
+            # decide on which devices the run lies.
             home = self.home(params)
             if home is not None:
                 params = meshes.placed(params, home)
@@ -159,7 +160,10 @@ class _Assembly:
         return after, jax.tree.map(lambda x: x[0], infos)
 
     def run(self, state: State, count: int) -> tuple[State, Any]:
-        """Several steps in one dispatch: the ledger admits them, then they run."""
+        """Several steps in few dispatches: the ledger admits them, then they run.
+
+        Returns the next state, and the measurements ``self.info`` of the steps, ``[count, ...]``.
+        """
         check_state(f"{self.name}: run", state)
         count = checks.whole(f"{self.name}: run", "count", count)
         with meshes.in_force(self.recipe.mesh):
@@ -237,14 +241,15 @@ def _checked_params(name: str, params: PyTree, key: Key | None) -> PyTree:
 
 def _first_state(recipe: Recipe, key: Key | None, params: PyTree, mesh: Mesh | None) -> State:
     """The state before the first step, on the devices of a mesh; ``key`` is the supplied one."""
-    # Only correlated noise has a memory: the noise of earlier steps.
+    # Only correlated noise, which has a strategy, has a memory: the noise of earlier steps.
     strategy = recipe.mechanism.noise
     memory = ()
     if strategy is not None:
         memory = strategy.start(trees.zeros_wide(params))
-    # Each leaf of a memory has one more axis than its parameter, for the remembered steps.
-    if mesh is not None and jax.tree.leaves(memory):
-        memory = meshes.placed_rows(memory, params, mesh)
+        # Each leaf has one more axis than its parameter, for the remembered steps. So it is split
+        # here as its parameter is: `placed` below may split it along that axis.
+        if mesh is not None:
+            memory = meshes.placed_rows(memory, params, mesh)
     draw_key, noise_key = first_keys(key)
     # Only samplers that assign examples to the bins of an epoch have a key for each epoch.
     bins = recipe.mechanism.sampling.bins

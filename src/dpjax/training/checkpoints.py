@@ -94,15 +94,16 @@ class Checkpoints:
     def _write(self, step: int, named: dict[str, np.ndarray], facts: Mapping[str, Any]) -> None:
         """Writes the leaves of a step by name, and facts, in the first process."""
         last = self.manager.latest_step()
-        # Orbax skips such a step silently, and `fit` releases a step as soon as `save` returns.
+        # Orbax silently skips a step that is not later than the last, and `fit` releases a step as
+        # soon as `save` returns.
         if last is not None and last >= step:
             raise ValueError(
                 f"checkpoints.save(step={step}): {self.directory} holds step {last}; expected a "
                 "later one."
             )
         arrays = list(named.values())
-        # Two items: the arrays by number, and notes with their names, shapes and dtypes. Orbax
-        # cannot write arrays without elements, so only the notes have these.
+        # Two items: the arrays by number, and notes with their names, shapes and dtypes. An array
+        # without elements is in the notes only, because Orbax cannot write it.
         numbered = {str(i): array for i, array in enumerate(arrays) if array.size}
         kinds = {name: [list(array.shape), array.dtype.name] for name, array in named.items()}
         notes = {"facts": facts, "leaves": kinds, "digest": trees.fingerprint(arrays)}
@@ -153,13 +154,13 @@ class Checkpoints:
             return self.manager.restore(step, args=self.args.Composite(**items))
 
         notes = read(notes=self.args.JsonRestore())["notes"]
-        # Orbax restores into arrays of the saved shapes, so other shapes in `like` are no error
-        # here: that of `_in_structure` names the leaf. `jnp.dtype` also knows bfloat16.
-        empty = [np.empty(shape, jnp.dtype(dtype)) for shape, dtype in notes["leaves"].values()]
-        target = {str(i): array for i, array in enumerate(empty) if array.size}
-        restored = read(state=self.args.StandardRestore(target))["state"]
-        # An array without elements was not written, and is equal to its empty one.
-        arrays = [np.asarray(restored.get(str(i), array)) for i, array in enumerate(empty)]
+        # Orbax takes shapes and dtypes from target arrays. They have the saved shapes: if the
+        # shapes of this run differ, `_in_structure` names the leaf. `jnp.dtype` knows bfloat16 too.
+        targets = [np.empty(shape, jnp.dtype(dtype)) for shape, dtype in notes["leaves"].values()]
+        numbered = {str(i): target for i, target in enumerate(targets) if target.size}
+        restored = read(state=self.args.StandardRestore(numbered))["state"]
+        # An array without elements was not written, and is equal to its target.
+        arrays = [np.asarray(restored.get(str(i), target)) for i, target in enumerate(targets)]
         # Orbax detects a truncated file, but not one with other content.
         if trees.fingerprint(arrays) != notes["digest"]:
             raise ValueError("its numbers differ from the saved ones")
@@ -201,7 +202,10 @@ def _as_leaf(leaf: Any, saved: np.ndarray, subject: str) -> Any:
 
 
 def _as_array(leaf: jax.Array, saved: np.ndarray, subject: str) -> jax.Array:
-    """The saved array as a JAX array with the devices and the weak type of ``leaf``."""
+    """The saved array as a JAX array with the devices and the weak type of ``leaf``.
+
+    A weakly typed scalar, made of a Python number, does not widen the arrays that it meets.
+    """
     if (leaf.shape, leaf.dtype) != (saved.shape, saved.dtype):
         raise ValueError(
             f"checkpoints: {subject} as {saved.dtype}{list(saved.shape)}; expected "
@@ -209,8 +213,8 @@ def _as_array(leaf: jax.Array, saved: np.ndarray, subject: str) -> jax.Array:
         )
     restored: Any = saved
     if jax.typeof(leaf).weak_type and saved.ndim == 0:
-        # JAX made this scalar of a Python number: a strongly typed one widens arrays. It is weak
-        # again if its dtype is still JAX's for such a number.
+        # A Python number makes a weak scalar again, in JAX's default dtype. Under another setting
+        # of `jax_enable_x64` that is not the saved dtype, which comes first.
         weak = jnp.asarray(saved.item())
         if weak.dtype == saved.dtype:
             restored = weak

@@ -46,8 +46,8 @@ def check_kinds(recipe: Recipe) -> None:
         )
     hint = "Engines differ in speed alone."
     checks.one_of(name, "engine", recipe.engine, ("auto", *ENGINES), hint)
-    # The user named the protected unit, such as patient, but the sampler draws rows: it does not
-    # protect patients with several rows.
+    # A unit that the user named, such as patient, is a client with all of its rows. This sampler
+    # draws single rows, so it does not protect patients with several.
     if recipe.mechanism.of_clients:
         raise ValueError(
             f"{name}: the mechanism's unit is {recipe.mechanism.unit!r}, and "

@@ -135,7 +135,8 @@ def dpsgd(
             raise ValueError(
                 "dpsgd(bound_schedule=...): the mechanism adapts its bounds. Leave one out."
             )
-        # The same table is checked, run and compared: a traced function could differ from it.
+        # One table of factors is checked, runs, and is in the identity of the run: a function that
+        # is traced again could return others.
         scales = positive_plan("dpsgd: the factor on bounds", bound_schedule, mechanism.steps)
         recipe = recipe._replace(bound_scales=scales)
     schedule_hash = None

@@ -84,7 +84,7 @@ def fit(
     | holds this run, stopped or killed | resumes at the last checkpoint |
     | ... with another loss, optimizer, rate, version or device | resumes with these |
     | holds a run of another mechanism, row shape or configuration | refused |
-    | ... of rows in another order, where steps share an order | refused |
+    | ... on rows that changed, if steps do not draw independently | refused |
     | holds a run whose key was supplied | resumes if the key is given again; else refused |
     | holds this run, finished or stopped by `evaluate` | returns its last state and rows |
     | holds this run, further than ``steps`` | refused |
@@ -96,11 +96,11 @@ def fit(
     Privacy:
       Each call draws its noise from a new key, unless the caller supplied one. So two calls with
       one state, or a folder and its copy, are two runs: each card counts its own steps, and the
-      costs add up. Bins of `dpjax.sampling.random_allocation` follow from the new key from the next
-      beginning of an epoch on, such as step 0. Two copies that part within an epoch share its
-      other bins, and with `dpjax.sampling.balls_in_bins` all later bins, so their costs do not add
-      up. No file holds a supplied key, and a run that resumes with it ends with the same bits on a
-      CPU.
+      costs add up. `dpjax.sampling.random_allocation` puts the examples of an epoch into bins, and
+      the bins follow from the new key only from the next epoch on. So the costs of two copies that
+      part within an epoch do not add up: they share the rest of its bins, and with
+      `dpjax.sampling.balls_in_bins` all later bins. No file holds a supplied key, and a run that
+      resumes with it ends with the same bits on a CPU.
 
       Card and statement count the steps that ran, so a run that stops early costs less if the time
       to stop was fixed without its results. If `evaluate` chose it (``"stop": True``) by what was
@@ -208,7 +208,7 @@ def _checked(
     begin = state.ledger.steps
     # `steps` counts from the given state, so a restarted script asks for the same end.
     end = mechanism.steps if steps is None else begin + steps
-    # A call without steps has a period too.
+    # At least 1, also for a call without steps, because `Terms.has_row` divides by it.
     row_every = evaluate_every or max(1, math.ceil((end - begin) / 20))
     numbers: dict[str, Any] = {
         "begin": begin,

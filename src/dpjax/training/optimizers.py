@@ -111,7 +111,8 @@ def dp_adam(
             "optax.adam."
         )
     groups = mechanism.clipping.partition
-    # A single multiplier scales the sensitivity of all groups together, so leaves share a variance.
+    # Each group has its own variance if the multiplier is a tuple. A single multiplier scales the
+    # sensitivity of all groups together, so all have the variance of group 0.
     per_group = isinstance(mechanism.noise_multiplier, tuple)
 
     def init(params: PyTree) -> DPAdamState:
@@ -126,16 +127,18 @@ def dp_adam(
         bound_scale: Any = 1.0,
         **extra: Any,
     ) -> tuple[PyTree, DPAdamState]:
-        # The mechanism knows the schedule of the noise, the groups and the bounds of this step.
+        # The standard deviations of the noise on the mean, [groups]. The mechanism has those at the
+        # rule's own bounds, and `bound_scale` is the factor of this step on them.
         deviations = jnp.stack(mechanism.deviations_on_mean(state.step)) * bound_scale
         variances = jnp.square(deviations)
+        # In the symbols of `dp_adam`, first is m, second is v and noise is s.
         first = optax.tree_utils.tree_update_moment(updates, state.first, b1, 1)
         second = optax.tree_utils.tree_update_moment(updates, state.second, b2, 2)
         noise = b2 * state.noise + (1 - b2) * variances.astype(state.noise.dtype)
         step = state.step + 1
 
         leaves, structure = jax.tree.flatten(second)
-        group_of = (0,) * len(leaves)
+        group_of = (0,) * len(leaves)  # enough if all groups have one variance
         if per_group:
             group_of = groups.assign(updates)
         # v and s have the same bias, so they are subtracted before its correction.
@@ -184,8 +187,8 @@ def lookahead(
 
     Returns:
       An Optax optimizer. Use it as the last link: its updates must be applied as they are. Its
-      ``update`` passes ``bound_scale=`` to ``fast_optimizer``, which may be `dp_adam`
-      without ``reset_state``.
+      ``update`` passes ``bound_scale=`` to ``fast_optimizer``. This may be `dp_adam`, but
+      without ``reset_state``, because `dp_adam` counts the steps of the run.
 
     Privacy:
       Post-processing: the slow parameters follow from private ones.

@@ -114,8 +114,9 @@ def home_of(recipe: Recipe, row: PyTree) -> Home:
     # Shapes and dtypes decide, so they are the key of the cache: parameters cannot be hashed.
     @functools.cache
     def mesh_of(structure: Any, kinds: tuple[Any, ...]) -> Mesh | None:
-        # The user's mesh decides, if there is one. Otherwise the layout has the mesh; on a single
-        # device it has none, and the loss is not traced to find that out.
+        # The recipe has a mesh if the user chose one or there are several processes. Otherwise the
+        # layout chooses, which traces the loss. On a single device its choice is known: none, as in
+        # the recipe.
         if recipe.mesh is not None or jax.local_device_count() == 1:
             return recipe.mesh
         shapes = structure.unflatten(jax.ShapeDtypeStruct(*kind) for kind in kinds)
@@ -141,9 +142,11 @@ def reach_of(recipe: Recipe, params: PyTree) -> list[float]:
 def example_of(recipe: Recipe, row: PyTree) -> PyTree:
     """Shapes of the example that the loss receives, from the shapes of a row of the data.
 
-    If people are drawn, an example is a pair: ``most_rows`` rows, and the mask of the drawn ones.
+    The example is the row, with the value of ``recipe.entry`` as its last leaf, if there is one. If
+    people are drawn, it is a pair: ``most_rows`` such rows, and the mask of the drawn ones.
     """
-    # A key as `init` draws it: of threefry, whatever the default generator of JAX is.
+    # Entries take a key. This one is of the kind that `init` draws: threefry, whatever the default
+    # generator of JAX is.
     key = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32"))
     most_rows = recipe.mechanism.sampling.most_rows
     step = jnp.int32(0)

@@ -45,8 +45,8 @@ def write_released(
         return
     path = folder.path
     mechanism: Any = algorithm.mechanism
-    # None stands for all methods. Loss distributions of many different steps take seconds, so only
-    # the last card has them.
+    # None stands for all methods. The method "pld" takes seconds for many different steps, so cards
+    # before the last have it only if it is the method of the run.
     methods = None if last else ("rdp", "rdp-classic", method)
     facts: dict[str, Any] = {"ledger": state.ledger, "methods": methods}
     card = reports.card(mechanism, delta, parameters=trees.digest(params), **facts)

@@ -69,20 +69,20 @@ class Folder:
 
     def latest(self, like: Any) -> Restored | None:
         """The last checkpoint, if any. Refuses released steps without one: they must not rerun."""
-        latest = None
+        restored = None
         why = "no checkpoint is as late"
         try:
-            latest = self.checkpoints.latest(like)
+            restored = self.checkpoints.latest(like)
         except Damaged as damage:
             why = str(damage)
-        restored_steps = 0 if latest is None else latest.state.ledger.steps
+        restored_steps = 0 if restored is None else restored.state.ledger.steps
         steps = processes.from_first(lambda: released_steps(self.path))
         if steps > restored_steps:
             raise Refused(
                 f"fit(directory={str(self.path)!r}): {steps} steps ran there, and {why}. Start in "
                 "another folder with before=dpjax.training.earlier(folder)."
             )
-        return latest
+        return restored
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows of the log. Removes a last line that a killed process wrote only in part."""

@@ -74,8 +74,8 @@ def keep_samples(
         slot = state.taken % count
 
         def write(ring: Array, after: Array) -> Array:
-            # Every step writes one row, often its old value. A branch needs memory for
-            # a second ring.
+            # Every step writes its slot, with the old value if it keeps no sample. A branch instead
+            # needs memory for a second ring.
             return ring.at[slot].set(jnp.where(keep, after.astype(ring.dtype), ring[slot]))
 
         ring = jax.tree.map(write, state.ring, optax.apply_updates(params, updates))

@@ -49,20 +49,22 @@ def private_step(
     # line 3: sample
     sampler = recipe.mechanism.sampling
     draw, epoch_key = sampler.drawn(state.key, state.noise_key, state.epoch_key, state.step)
+    # A sampler with `Bins` replaces the epoch key where an epoch begins; otherwise the key stays.
     state = state._replace(epoch_key=epoch_key)
 
     # lines 4 and 5: per-example gradients, clipped and summed, one microbatch after the other
-    def add(held: Any, rows: PyTree, mask: Bool[Array, "size ..."], sums: Sums) -> Sums:
-        state, shared = held
+    def add(whole: Any, rows: PyTree, mask: Bool[Array, "size ..."], sums: Sums) -> Sums:
+        state, shared = whole
         return add_clipped(bound_to(recipe, shared), state, rows, mask, sums)
 
     # The layout has the size of microbatches, and the devices, each with its share of the draw.
     layout = layout_of(bound_to(recipe, shared), state.params, trees.one_row(data))
     zero = no_sums(recipe.mechanism, state.params, layout)
     # `add` has these arrays as an argument and not in its closure, because it may run on several
-    # devices. `end_block` runs after every few microbatches, see `add_clipped`.
-    held = (without_optimizer(state), shared)
-    sums = layout.sum_over(add, zero, draw, data, held, end_block)
+    # devices, and each has them as a whole. `end_block` runs after every few microbatches, see
+    # `add_clipped`.
+    whole = (without_optimizer(state), shared)
+    sums = layout.sum_over(add, zero, draw, data, whole, end_block)
 
     # lines 6 and 7: noise, mean, update
     return release(recipe, layout, state, sums)
@@ -79,8 +81,8 @@ def add_clipped(
 ) -> Sums:
     """Adds the clipped gradients of one microbatch to the sums.
 
-    Gradients go to ``block``, the plain sum of the last few microbatches; the end of a block adds
-    it to a sum with a correction of rounding errors (`gradients.batching.Total`).
+    Gradients go to ``sums.gradients.block``, the plain sum of the last few microbatches. Later
+    `end_block` adds it to a sum with a correction of rounding errors (`gradients.batching.Total`).
 
     ``rows`` and ``mask`` have the axis ``[size]`` of the microbatch, whose entries are examples or
     clients. If people are drawn, they are ``[size, most_rows]``. False in the mask is padding.
@@ -90,6 +92,7 @@ def add_clipped(
     if recipe.rescales:
         # A bound that changes is a fixed bound on the gradients of a loss that is divided.
         loss = _divided(loss, scale)
+    # A recipe may append one more leaf to every example, such as the value of ``per_step``.
     examples = with_entry(recipe.entry, state.key, state.step, rows, mask.shape)
     if recipe.mechanism.sampling.most_rows is not None:
         # The engine takes a person as one example: its rows, and which of them were drawn.
@@ -145,10 +148,10 @@ def _seen(
     """
     rule = mechanism.clipping
     real = sizes > 0
-    # Norms are [size, groups], and bounds are [groups].
+    # An example with a non-finite gradient contributed zero to the sum of gradients, so the sums of
+    # losses and norms leave it out. `over`, the number of norms above the bound in each group,
+    # counts infinite ones. Norms are [size, groups], and bounds are [1, groups].
     finite = jnp.all(jnp.isfinite(clipped.norms), axis=1)
-    # An example with a non-finite gradient contributed zero to the sum, so the means of losses and
-    # norms do not count it. `over` does, because an infinite norm is above the bound.
     scored = real & finite & jnp.isfinite(clipped.losses)
     losses = jnp.where(scored, clipped.losses, 0)
     norms = jnp.where(finite[:, None], clipped.norms, 0)
@@ -157,13 +160,13 @@ def _seen(
         below = mechanism.adaptive.below(rule, clipped.norms, real)
     return Seen(
         losses=jnp.sum(losses, dtype=jnp.float32) * scale,
-        scored=jnp.sum(scored, dtype=jnp.int32),
+        scored=jnp.sum(scored, dtype=jnp.int32),  # how many losses the sum has
         norms=jnp.sum(norms, axis=0, dtype=jnp.float32) * scale,
         over=jnp.sum(clipped.norms > jnp.asarray([rule.bounds]), axis=0, dtype=jnp.float32),
-        below=below,
+        below=below,  # the count that an adapted bound follows
         drawn=jnp.sum(drawn, dtype=jnp.int32),
-        working=jnp.sum(real, dtype=jnp.int32),
-        dropped=jnp.sum(real & ~finite, dtype=jnp.int32),
+        working=jnp.sum(real, dtype=jnp.int32),  # drawn entries with an example
+        dropped=jnp.sum(real & ~finite, dtype=jnp.int32),  # of these, with a non-finite gradient
         examples=jnp.sum(sizes, dtype=jnp.int32),
     )
 
@@ -178,8 +181,8 @@ def release(recipe: Recipe, layout: Layout, state: State, sums: Sums) -> tuple[S
 
     A share is the part of the batch on one device.
     """
-    # The most that a coordinate of each leaf's sum has, for nearly every draw. From it `join` takes
-    # the last digit to which shares are rounded, and so adds them without further rounding.
+    # For each leaf, the largest coordinate that its sum has in nearly every draw. `join` rounds the
+    # shares to the last digit of such a number, so they add exactly, and adds the rests apart.
     reach = reach_of(recipe, state.params)
     # The sum of gradients stays in two parts until the noise is added: ``total`` is rounded, and
     # ``lost`` is what rounding lost. In one float32 array, the sum of a million examples is wrong
