@@ -199,9 +199,9 @@ def convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | 
     """The form of a convolution: patches of the images, times the cotangents of the output pixels.
 
     The kernel covers a *window* of an image for each pixel of the output, and a patch has the
-    image's pixels in the window. An *entry* of the kernel is an offset in it: a kernel of
-    3 x 3 has 9. Groups of channels are blocks, entries with the channels of a group are inputs, and
-    the windows on all images of an example are positions.
+    image's pixels in the window. An *entry* of the kernel is an offset in it: a kernel of 3 x 3 has
+    9. Groups of channels are blocks, entries with the channels of a group are inputs, and the
+    windows on all images of an example are positions.
     """
     parameters = site.equation.params
     (images,) = data
