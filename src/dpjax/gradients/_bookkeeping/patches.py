@@ -57,8 +57,7 @@ def patches(
     if on_cpu:
         # A piece has enough entries for a fast product, and needs less memory than all entries.
         inputs_of_entry = x.shape[-1] // parameters["feature_group_count"]
-        entries_of_piece = -(-_PIECE // inputs_of_entry)  # rounded up
-        entries_of_piece = min(entries_of_piece, len(entries))
+        entries_of_piece = min(math.ceil(_PIECE / inputs_of_entry), len(entries))
     else:
         entries_of_piece = len(entries)  # one product, which reads the cotangents once
     starts = np.array(entries) * np.array(dilations)  # each entry's pixel in the first window
