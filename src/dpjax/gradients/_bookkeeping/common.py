@@ -39,7 +39,8 @@ from dpjax.gradients._bookkeeping.leaf_sums import (
 from dpjax.gradients._bookkeeping.outer_products import Outer, product
 from dpjax.gradients._bookkeeping.primitives import form_of
 
-# Roundings of the squared norm of a sum, in units of eps and of the square of all terms.
+# The rounding error of the squared norm of a sum is at most this many eps, times the square of the
+# sum of the norms of its terms.
 _ROUNDINGS = 4
 
 
@@ -89,7 +90,8 @@ def divided(
     for leaf, entries in entries_of_leaves.items():
         sites = [entry.site for entry in entries]
         forms = [forms_by_id[id(entry)] for entry in entries]
-        # Indices of the entries whose gradients are common.
+        # Indices of the entries with a common gradient. There are none if the form of another entry
+        # does not give the inner products with it.
         chosen = common_sites(leaf, leaves[leaf], sites, forms)
         others[leaf] = [entry for k, entry in enumerate(entries) if k not in chosen]
         if chosen:
@@ -144,7 +146,7 @@ def norms_with(
         # Inner products with common gradients are of the unrounded D_i, so norms have to be, too.
         squares, pieces = norms(leaf, others, leaves, exact=bool(commons))
     else:
-        squares = jnp.zeros(())  # all gradients are common; their squares are added to this 0
+        squares = jnp.zeros(())  # all gradients are common: their squares [batch] are added to it
         pieces = None
     if not commons:
         return squares, pieces
@@ -156,8 +158,9 @@ def norms_with(
         with_earlier = [2 * _dot(common, earlier) for earlier in commons[:k]]
         total = total + sum([*with_earlier, square])
         total = total + 2 * sum(_cross(leaf, entry, common, leaves) for entry in others)
-    # D_i and R_k may cancel, so rounding errors are relative to `lengths`. The first term bounds
-    # the rounding of the squared norm, the second that of the gradient in the clipped sum.
+    # D_i and R_k may cancel, so rounding errors are relative to `lengths`. The squared norm grows
+    # by a bound on its own rounding, and then the norm by a bound on the rounding of the gradient
+    # in the clipped sum.
     eps = jnp.finfo(leaves[leaf].dtype).eps
     squares = jnp.maximum(total, 0) + _ROUNDINGS * eps * lengths**2
     return (jnp.sqrt(squares) + eps * lengths) ** 2, pieces
@@ -186,21 +189,23 @@ def _cross(leaf: int, entry: Entry, common: Common, leaves: Sequence[Array]) -> 
     if form.indexed:
         # An x_s is one-hot and stored as the number of a row of R: R^T x_s is this row.
         rows = common.gradient.reshape(len(common.gradient), -1)
-        applied = rows[form.x[0]]
+        (indices,) = form.x  # [batch, blocks, positions]
+        applied = rows[indices]
     else:
         applied = _applied(leaf, entry, form, common.gradient, leaves)
-    terms = applied * form.g  # [batch, blocks, positions, outputs]
+    terms = applied * form.g  # both are [batch, blocks, positions, outputs]
     if not common.axes:
         return common.scales * _total(terms)  # an example has one scale
     assert form.axes is not None
-    # Scales and terms are brought to [batch, *output axes], with the axes in the order in which the
-    # form counts its outputs. Every axis of slices is among them, by `cost.common_sites`.
+    # The axes of slices are axes of outputs, and there is one block, by `cost.common_sites`. So the
+    # terms are summed over positions, which share the scales, and each sum is scaled. Terms and
+    # scales become [batch, *output_axes]; a scale has length 1 along an axis without slices.
     shape = common.gradient.shape
-    output_axes = form.axes.outputs  # as axes of the leaf
-    order = sorted(range(len(common.axes)), key=lambda k: output_axes.index(common.axes[k]))
+    output_axes = form.axes.outputs  # axes of the leaf, in the order of the form
+    order = [common.axes.index(axis) for axis in output_axes if axis in common.axes]
     scales = _transposed(common.scales, order)
-    scales = scales.reshape(-1, *_only(common.axes, output_axes, shape))  # 1 for other axes
-    terms = jnp.sum(terms, axis=(1, 2))  # one block, and positions, which share the scales
+    scales = scales.reshape(-1, *_only(common.axes, output_axes, shape))
+    terms = jnp.sum(terms, axis=(1, 2))
     terms = terms.reshape(-1, *(shape[axis] for axis in output_axes))
     return _total(scales * terms)
 

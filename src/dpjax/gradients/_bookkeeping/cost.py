@@ -15,6 +15,9 @@ rules of `leaf_norms` compute the norm of this sum:
 * *gram*: from inner products between all pairs of positions;
 * *rows*: the same for a table, whose inputs ``x`` are row numbers;
 * *instantiate*: from the gradient itself; *derivative*: likewise, by JAX, without a form.
+
+A form is *short* where the loss multiplies in one pass of a matrix unit, which rounds its operands.
+A site has a *common* gradient if all examples share it, apart from scales: it needs no rule.
 """
 
 from __future__ import annotations
@@ -94,8 +97,9 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
     if len(outers) < len(sites):
         return _by_derivative(leaf, sites, isometric)
     sizes = _sizes(outers)
-    # Instantiated gradients are kept for the clipped sum, or it comes from a second product, which
-    # rounds differently than the norm. `leaf_norms` bounds the difference for isometries only.
+    # Instantiated gradients are kept for the clipped sum if there is room. Otherwise the sum comes
+    # from a second product, which rounds differently than the norm. `leaf_norms` bounds the
+    # difference for isometries only.
     keep = leaf.size <= _ROOM * sizes.read or not isometric
     # The costs of "instantiate", and of the rules by pairs of positions, "gram" and "rows".
     if _platforms.on_cpu():
@@ -103,17 +107,20 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
         paired = _paired_on_cpu(sizes)
     else:
         # A kept gradient may be formed at the loss's own precision, so in fewer passes of the
-        # matrix unit than a second product.
+        # matrix unit than a second product. `_KEPT_NUMBER` includes the cost of the clipped sum.
         keep = True
         instantiated = _Costs(norm=_product(sizes) + _KEPT_NUMBER * leaf.size, sum=0)
         paired = _paired_on_accelerator(sizes, short=all(outer.short for outer in outers))
     # The rules "product", "rows" and "gram" take the norm of the view's gradient from the forms. It
-    # is the norm of the leaf's gradient only for an isometry.
+    # is the norm of the leaf's gradient only for an isometry. Several forms have to count the same
+    # axes of the leaf.
     by_forms = isometric and aligned(outers) is not None
     if by_forms and sizes.positions == 1 and not sizes.has_indices:
+        # No rule is cheaper, because this one only reads the two vectors of each block.
         operations = sizes.blocks * (sizes.inputs + sizes.outputs)
         return Choice("product", keep=False, operations=operations, numbers=sizes.copied)
-    if by_forms and len(outers) <= _MANY_SITES and sum(paired) < sum(instantiated):
+    pairs_are_cheaper = paired.norm + paired.sum < instantiated.norm + instantiated.sum
+    if by_forms and len(outers) <= _MANY_SITES and pairs_are_cheaper:
         rule = "rows" if sizes.is_one_table else "gram"
         # The Gram rule writes two inner products for each pair of positions; the rows rule writes
         # at most as many numbers.
@@ -246,7 +253,8 @@ def foresee(leaf: Shape, sites: Sequence[Site], index: int) -> Choice:
     """The choice for leaf number ``index``, from shapes only.
 
     It calls the functions that choose during a run, on the shapes of a batch of one example. So its
-    choice is that of the run.
+    choice is that of the run: a rule for the sites whose gradients differ between examples, plus
+    the operations of the common gradients.
     """
     choices: list[Choice] = []  # `eval_shape` can only return arrays, so `on_shapes` fills a list
 
@@ -254,21 +262,19 @@ def foresee(leaf: Shape, sites: Sequence[Site], index: int) -> Choice:
         forms = list(map(form_of, sites, data, cotangents))
         common = common_sites(index, leaf, sites, forms)
         others = [k for k in range(len(sites)) if k not in common]
-        if not others:
+        if others:
+            choice = choose(leaf, [sites[k] for k in others], [forms[k] for k in others])
+        else:
             # No example has a gradient of its own.
             choice = Choice("common", keep=False, operations=0, numbers=0)
-        else:
-            choice = choose(leaf, [sites[k] for k in others], [forms[k] for k in others])
-        if common:
-            if others:
-                choice = choice._replace(rule=f"{choice.rule} + common")
-            # Each common gradient, as large as the leaf, is multiplied with the data at every
-            # position of the other sites, or once with itself. Cotangents have the axes
-            # [batch, *positions, outputs].
-            positions = sum(math.prod(cotangents[k].shape[1:-1]) for k in others)
-            more = max(1, positions) * len(common) * leaf.size
-            choice = choice._replace(operations=choice.operations + more)
-        choices.append(choice)
+        if others and common:
+            choice = choice._replace(rule=f"{choice.rule} + common")
+        # Each common gradient, as large as the leaf, is multiplied with the data at every position
+        # of the other sites, or once with itself. Cotangents have the axes
+        # [batch, *positions, outputs].
+        positions = sum(math.prod(cotangents[k].shape[1:-1]) for k in others)
+        for_common = len(common) * max(1, positions) * leaf.size
+        choices.append(choice._replace(operations=choice.operations + for_common))
 
     def with_batch_axis(x: Shape) -> Shape:
         return jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
@@ -279,10 +285,11 @@ def foresee(leaf: Shape, sites: Sequence[Site], index: int) -> Choice:
 
 
 def aligned(forms: Sequence[Outer]) -> list[Outer] | None:
-    """The forms of one leaf, with the axes of the leaf as inputs and outputs as in the first form.
+    """The forms of one leaf, transposed where inputs and outputs are exchanged in the first form.
 
-    The Gram rule takes inner products of different forms, which have to count the same axes. The
-    result is None if a form has other axes, or unknown ones.
+    The Gram rule takes inner products of different forms, which have to count the same axes of the
+    leaf as blocks, inputs and outputs. The result is None if a form has other axes, or unknown
+    ones.
     """
     if len(forms) < 2:
         return list(forms)  # there is nothing to align
@@ -295,8 +302,8 @@ def aligned(forms: Sequence[Outer]) -> list[Outer] | None:
         if form.axes == first.axes:
             aligned_forms.append(form)
         elif form.axes == (blocks, outputs, inputs) and not form.indexed:
-            # Tied weights: one use contracts the axis that the other produces. Its gradient is
-            # transposed: the transpose of a sum of outer products exchanges the two factors.
+            # Tied weights: one use contracts the axis that the other produces. The transpose of an
+            # outer product exchanges its two factors.
             inputs_of_form = jnp.concatenate(form.x, axis=2)
             x = jnp.swapaxes(form.g, 2, 3)  # [batch, blocks, outputs, positions]
             g = jnp.swapaxes(inputs_of_form, 2, 3)  # [batch, blocks, positions, inputs]

@@ -57,18 +57,20 @@ def ghost(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
       loss: The loss, whose trace finds the sites.
       rule: Divides the leaves into groups; gives each group of an example a factor from its norm.
       params: The parameters, at which gradients are taken.
-      rows: The examples, with a mask that is False for padding, and weights for the factors.
+      rows: The examples, with a mask ``[batch]`` that is False for padding, and weights
+        ``[batch, groups]`` for the factors.
       start: A sum of the structure of ``params``, as of earlier microbatches.
     """
     leaves = wide_leaves(params)
     groups = rule.partition.assign(params)  # the group of each leaf
     losses, aux, entries, gradients = backward(loss, params, rows.batch)
     uses_of_leaves = _with_norms(entries, gradients, leaves)
-    # One array [batch] for each group, in which the squared norms of its leaves add up.
+    # One array [batch] for each group, in which the squared norms of its leaves add up in float32
+    # or wider.
     squares = [jnp.zeros_like(losses, trees.wide(losses.dtype))] * rule.partition.size
     for i, uses in uses_of_leaves.items():
         squares[groups[i]] = squares[groups[i]] + uses.squares
-    norms = jnp.sqrt(jnp.stack(squares, axis=-1))
+    norms = jnp.sqrt(jnp.stack(squares, axis=-1))  # [batch, groups], as the factors
     real = rows.mask[:, None]
     factors = jnp.where(real, rule.factors(norms), 0) * rows.weights
     factors_of_leaves = {i: factors[:, groups[i]] for i in uses_of_leaves}
@@ -89,11 +91,13 @@ def _with_norms(
     """
     uses_of_leaves: dict[int, _LeafUses] = {}
     for i, gradient in gradients.items():
-        # `group_norms` returns [batch, groups]: the leaf is the only group, number 0.
+        # `group_norms`, as without book-keeping, returns [batch, groups]: the leaf is the only
+        # group, number 0.
         norms = trees.group_norms([gradient], (0,), 1)[:, 0]
         uses_of_leaves[i] = _LeafUses(norms**2, Pieces([gradient]))
     # Gradients that all examples share, apart from scales, go from the entries to `commons`.
     entries, commons = divided(entries, leaves)
+    # The norms of some leaves need the gradients themselves, which are formed together.
     behind_kernels = gradients_behind_kernels(entries, leaves)
     for i, leaf_entries in entries.items():
         if i in behind_kernels:
@@ -118,7 +122,7 @@ def _plus_sums(
     finite. Others have factors of 0, and `clipped_sums` replaces their data: 0 times NaN is NaN.
     """
     totals = list(start)
-    leaf_sums: dict[int, LeafSum] = {}  # computed below, together: leaves share data
+    leaf_sums: dict[int, LeafSum] = {}  # computed together below, because leaves share data
     for i, uses in uses_of_leaves.items():
         if uses.pieces is not None:
             leaf_sums[i] = of_kept(uses.pieces, factors[i])
@@ -146,9 +150,10 @@ def gradients_behind_kernels(
 ) -> dict[int, Array]:
     """Per-example gradients ``[batch, ...]`` of leaves from which the loss computes its kernels.
 
-    The norm of such a leaf's gradient does not follow from the norm of the kernel's gradient,
-    unless the kernel is an isometry: the same numbers in another order. The leaves of all kernels
-    are pulled back together, because leaves may share a kernel.
+    A kernel such as ``w / norm(w)`` is computed from leaves. The norm of a leaf's gradient does not
+    follow from that of the kernel's gradient, unless the kernel is an *isometry*: the numbers of
+    one leaf in another order. Gradients of all such leaves are formed together, because leaves may
+    share a kernel.
 
     A leaf that also has common gradients is not among them: it only has them if all its other sites
     are isometric.

@@ -49,7 +49,8 @@ from dpjax.gradients._bookkeeping.leaf_sums import (
 from dpjax.gradients._bookkeeping.outer_products import HIGHEST, Outer, product
 from dpjax.gradients._bookkeeping.primitives import form_of
 
-# Roundings of a Gram matrix, in units of eps and of the square of all terms.
+# The rounding error of a squared norm by the gram rule is at most this many eps, times the square
+# of the sum of the norms of its terms.
 _ROUNDINGS = 4
 
 
@@ -79,6 +80,7 @@ def norms(
     # These three rules are only chosen if all sites have forms, which can be aligned. The first two
     # have a single form.
     if choice.rule == "product" and outers is not None:
+        # It is not rounded up, because with a single position nothing cancels.
         x_squares, g_squares = _squared_lengths(outers[0])  # [batch, blocks, 1 position]
         return jnp.sum(x_squares * g_squares, axis=(1, 2)), None
     if choice.rule == "rows" and outers is not None:
@@ -120,9 +122,9 @@ def _gram_norms(forms: Sequence[Outer]) -> Squares:
 
     Here $a$ and $b$ are sites, $h$ is a block, and $s$ and $t$ are positions of the two sites.
     """
-    # Positions that nearly cancel lose fewer digits without the mean of their inputs. On an
-    # accelerator one pass multiplies rounded numbers exactly, but not their differences from a
-    # mean. Row numbers have no mean.
+    # Positions that nearly cancel lose fewer digits without the mean of their inputs. Accelerators
+    # keep the mean: one pass is exact for the rounded numbers of short forms, and not for their
+    # differences from a mean. Row numbers have no mean.
     if _platforms.on_cpu() and not any(form.indexed for form in forms):
         forms = [_centred(forms)]
     first = forms[0].g

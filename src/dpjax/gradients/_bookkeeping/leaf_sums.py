@@ -183,14 +183,14 @@ def summed(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> Arra
             continue
         if form is not None and not form.indexed:
             # One product sums over examples. Then one VJP goes from the view, `site.of(leaves)`, to
-            # all leaves of the site, as JAX cannot differentiate by only a padding value.
+            # all leaves of the site: a VJP to only the padding value of a `pad` fails in JAX.
             pull_back = pulled(sorted(entry.site.leaves), leaves, entry.site.of)
             gradient_of_view = form.joined(_over_all(form))
             of_site = pull_back(gradient_of_view)[leaf]
         elif form is None and as_large_as_cotangents(leaves[leaf], [entry.site]):
             # An example's gradient is as large as its cotangent, as at an elementwise use. So the
-            # gradients, which are scaled as their cotangents are, are formed and added.
-            gradients = instantiated([leaf], [entry], [None], leaves)[leaf]
+            # gradients are formed and added. Their factors are in the cotangents, and are 1 here.
+            gradients = instantiated([leaf], [entry], forms=[None], leaves=leaves)[leaf]
             of_site = weighted_sum(gradients, jnp.ones(len(gradients), gradients.dtype))
         else:
             # The VJP of an indexed form is a scatter-add; other sites here have no form.
@@ -287,10 +287,10 @@ def _products(entry: Entry, form: Outer, exact: bool) -> list[Array]:
 
     The result has an array ``[batch, blocks, inputs, outputs]`` for each piece of the inputs. It
     may round as the loss's own product does, and on a GPU to bfloat16, unless it has to be
-    ``exact``.
+    ``exact``: then a short form has to be of an entry that is already rounded.
     """
     precision = precision_of(entry.site.equation.params)
-    if exact and not form.short:  # one pass is exact for the rounded operands of a short form
+    if exact and not form.short:  # one pass is exact for rounded operands
         precision = HIGHEST
     dtypes = {x.dtype for x in (*entry.site.data, entry.site.output)}
     # If the loss multiplies in bfloat16, a GPU also keeps these gradients in bfloat16. The norm and
@@ -329,6 +329,7 @@ def instantiated(
             gradients = jax.vmap(form.joined)(_products(entry, form, exact))  # [batch, *view]
             of_view = gradients_of_views.setdefault(entry.site.of, [])
             of_view.append(trees.widened_exactly(gradients))
+    # Also leaves that are not wanted: a VJP to only the padding value of a `pad` fails in JAX.
     differentiated = sorted(union(entry.site.leaves for entry in entries))
 
     def pulled_back(

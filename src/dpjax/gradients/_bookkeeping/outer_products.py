@@ -116,6 +116,7 @@ def without_stacks(site: Site, outer: Outer) -> Outer:
         if site.stacks[scan]:
             g = _merged(g, rounds_axis, blocks_axis)
             pieces = [_merged(piece, rounds_axis, blocks_axis) for piece in pieces]
+            # The leading axes of the output are the rounds of the scans, in the same order.
             place = _by_round(place, rounds=site.output.shape[scan])
         else:
             # Positions come after the blocks in ``g``, which has outputs as its last axis. They are
@@ -149,11 +150,11 @@ def dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | 
     are the outputs.
     """
     if cotangent.size == 0 or data[0].size == 0:
-        return None  # the derivative gives the zeros of an empty product
+        return None  # the VJP of the equation gives the zeros of an empty product
     view = site.operand  # the view is the left operand, 0, or the right one, 1
     other = 1 - view
-    # Each has a tuple of axes for the left operand, and one for the right.
-    contracted, batch = site.equation.params["dimension_numbers"]
+    # Both have a tuple of axes for the left operand, and one for the right.
+    contracted, batch_axes = site.equation.params["dimension_numbers"]
     # Pairs of a contracted axis of the view and one of the data, sorted by the leaf's axis. So two
     # uses of one leaf count its axes in the same order, and `cost.aligned` can compare them.
     pairs = list(zip(contracted[view], contracted[other], strict=True))
@@ -161,18 +162,18 @@ def dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | 
     inputs = [view_axis for view_axis, _ in pairs]
     inputs_of_data = [data_axis for _, data_axis in pairs]
     view_axes = range(len(site.shape))
-    outputs = [axis for axis in view_axes if axis not in (*inputs, *batch[view])]
+    outputs = [axis for axis in view_axes if axis not in (*inputs, *batch_axes[view])]
 
     (x,) = data  # the operand that is not the view
     lead = 1 + len(site.stacks)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         x = x.astype(cotangent.dtype)  # the square of an int8 overflows
     data_axes = range(x.ndim - lead)
-    free = [axis for axis in data_axes if axis not in (*inputs_of_data, *batch[other])]
-    axes_of_data = (batch[other], free, inputs_of_data)  # its blocks, positions and inputs
+    free = [axis for axis in data_axes if axis not in (*inputs_of_data, *batch_axes[other])]
+    axes_of_data = (batch_axes[other], free, inputs_of_data)  # blocks, positions and inputs
     sizes = [math.prod(x.shape[lead + axis] for axis in axes) for axes in axes_of_data]
     # [batch, *rounds, blocks, positions, inputs]
-    x = _arranged(x, lead, [*batch[other], *free, *inputs_of_data], sizes)
+    x = _arranged(x, lead, [*batch_axes[other], *free, *inputs_of_data], sizes)
     # [batch, *rounds, blocks, inputs, positions]
     x = jnp.swapaxes(x, -1, -2)
     blocks, positions, _ = sizes
@@ -184,23 +185,23 @@ def dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | 
     else:
         g = cotangent.reshape(*cotangent.shape[:lead], blocks, -1, positions)
         g = jnp.swapaxes(g, -1, -2)
-    order = [*batch[view], *inputs, *outputs]  # all axes of the view
+    order = [*batch_axes[view], *inputs, *outputs]  # all axes of the view
 
     def place(gradient: Array) -> Array:
         """``[blocks, inputs, outputs]`` in the layout of the view."""
         split = gradient.reshape([site.shape[axis] for axis in order])
         return _transposed_back(split, order)
 
-    return Outer((x,), g, place, _leaf_axes(site, batch[view], inputs, outputs))
+    return Outer((x,), g, place, _leaf_axes(site, batch_axes[view], inputs, outputs))
 
 
 def convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
-    """The form of a convolution: patches of the images, times the cotangents of their places.
+    """The form of a convolution: patches of the images, times the cotangents of the output pixels.
 
-    A *place* is where the kernel stands on an image: it has one pixel of the output, and a patch of
-    the image's pixels under the kernel. An *entry* of the kernel is an offset in it: a kernel of
-    3 x 3 has 9. Groups of channels are blocks, entries with the channels of a group are inputs, and
-    places on all images of an example are positions.
+    The kernel covers a *window* of an image for each pixel of the output, and a patch has the
+    image's pixels in the window. An *entry* of the kernel is an offset in it: a kernel of 3 x 3 has
+    9. Groups of channels are blocks, entries with the channels of a group are inputs, and the
+    windows on all images of an example are positions.
     """
     parameters = site.equation.params
     (images,) = data
@@ -221,11 +222,11 @@ def convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | 
     dilates_input = max(parameters["lhs_dilation"]) > 1
     if groups == 1 and set(parameters["window_strides"]) == {1} and dilates_input:
         # This is a transposed convolution, whose patches are mostly zeros.
-        return _transposed(site, around, x, g, kernel_shape)
-    positions = math.prod(g.shape[1:-1])  # images and places
+        return _transposed_convolution(site, around, x, g, kernel_shape)
+    positions = math.prod(g.shape[1:-1])  # images and windows
 
     def by_group(patch: Array) -> Array:
-        """``[merged, entries, channels, images, *places]`` to a piece of `Outer.x`."""
+        """``[merged, entries, channels, images, *windows]`` to a piece of `Outer.x`."""
         entries = patch.shape[1]
         # [*around, entries, groups, channels of a group, positions]
         patch = patch.reshape(*around, entries, groups, -1, positions)
@@ -233,8 +234,8 @@ def convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | 
         patch = jnp.moveaxis(patch, lead, lead + 1)
         return patch.reshape(*around, groups, -1, positions)  # entries * channels as inputs
 
-    # Each piece has the pixels under some of the entries.
-    pieces = patches(parameters, x, kernel_shape, places=g.shape[2:-1])
+    # Each piece has the pixels that some of the entries multiply.
+    pieces = patches(parameters, x, kernel_shape, windows=g.shape[2:-1])
     g = g.reshape(*around, positions, groups, -1)
     g = jnp.moveaxis(g, -2, lead)  # [*around, groups, positions, outputs of a group]
 
@@ -260,7 +261,7 @@ def _kernel(site: Site, gradient: Array) -> Array:
     return _transposed_back(kernel, [*space, channel_axis, output_axis])
 
 
-def _transposed(
+def _transposed_convolution(
     site: Site, around: Sequence[int], x: Array, g: Array, kernel_shape: Sequence[int]
 ) -> Outer:
     """The form of a transposed convolution, by patches of the cotangent instead of the input.
@@ -298,11 +299,11 @@ def _transposed(
         "lhs_dilation": [1] * len(kernel_shape),
         "window_strides": parameters["lhs_dilation"],
     }
-    # [merged, entries, channels, images, *pixels of x], each with the next entries
-    pieces = patches(parameters_for_cotangent, g, kernel_shape, places=pixels)
+    # Each piece is [merged, entries, channels, images, *pixels of x], with some of the entries.
+    pieces = patches(parameters_for_cotangent, g, kernel_shape, windows=pixels)
     # The axes of entries and of channels become one, the outputs of the form.
     outputs_of_pieces = [piece.reshape(piece.shape[0], -1, *piece.shape[3:]) for piece in pieces]
-    patch = jnp.concatenate(outputs_of_pieces, axis=1)
+    patch = jnp.concatenate(outputs_of_pieces, axis=1)  # [merged, outputs, images, *pixels of x]
     patch = patch.reshape(*around, patch.shape[1], -1)  # [*around, outputs, positions]
     channels = x.shape[-1]
     output_channels = g.shape[-1]
@@ -352,10 +353,10 @@ def gather(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
     around = cotangent.shape[:lead]  # [batch, *rounds]
     # ``offset_dims`` are the axes of the cotangent that count the numbers of a row.
     row_axes = parameters["dimension_numbers"].offset_dims
-    positions = [axis for axis in range(cotangent.ndim - lead) if axis not in row_axes]
+    position_axes = [axis for axis in range(cotangent.ndim - lead) if axis not in row_axes]
     width = math.prod(site.shape[1:])
     # There is one block: [*around, 1, positions, outputs] and [*around, 1, positions].
-    g = _arranged(cotangent, lead, [*positions, *row_axes], [1, -1, width])
+    g = _arranged(cotangent, lead, [*position_axes, *row_axes], [1, -1, width])
     indices = indices.reshape(*around, 1, -1)
     if indices.dtype.itemsize < 4:
         indices = indices.astype(jnp.int32)  # the number of rows may not fit in an int8
@@ -423,9 +424,9 @@ def precision_of(parameters: dict[str, Any]) -> Any:
     An equation has a `jax.lax.Precision`, a pair for its two operands, None for the default, or the
     name of an algorithm. The result is one precision for both operands, or None for the default.
     """
-    given = parameters.get("precision")
     if _platforms.on_cpu():
         return HIGHEST  # a CPU takes the same time at each precision
+    given = parameters.get("precision")
     if isinstance(given, tuple):
         left, right = given
         if left != right:
@@ -433,4 +434,4 @@ def precision_of(parameters: dict[str, Any]) -> Any:
         given = left
     if given is None or isinstance(given, jax.lax.Precision):
         return given
-    return HIGHEST  # an algorithm has a dtype of its own
+    return HIGHEST  # an algorithm, such as BF16_BF16_F32, also sets the dtype of the operands

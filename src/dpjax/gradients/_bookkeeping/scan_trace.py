@@ -46,13 +46,15 @@ def scan_sites(equation: JaxprEqn, inputs: list[Any], book: Book, walk: Walk) ->
 
     The inputs of a scan are its constants, its first carry, and the arrays that it slices, in this
     order. The views among them that read leaves *enter* the body: they are the leaves of its book.
-    The body is walked twice, first on shapes to find its sites, and then in the scan that runs.
+    ``walk(program, constants, arguments, book)`` evaluates the body, first on shapes to find its
+    sites, and then in the scan that runs.
     """
     parameters = equation.params
     program = parameters["jaxpr"]
     constants_end, carried = scan_counts(equation)
     carry_end = constants_end + carried
-    # A carried value changes from round to round, so its use is not linear in the leaf.
+    # A carried value changes from round to round, so its use is not linear in the leaf. `plain`
+    # gives the values of views, and with a book materialises their leaves.
     plain_carry = plain(inputs[constants_end:carry_end], book, "the carry of a scan")
     inputs = [*inputs[:constants_end], *plain_carry, *inputs[carry_end:]]
     # Keys are numbers of inputs. Leaf j of the body is the j-th of these views.
@@ -70,6 +72,7 @@ def scan_sites(equation: JaxprEqn, inputs: list[Any], book: Book, walk: Walk) ->
     def body(inner: Book, carry: Sequence[Array], rows: Sequence[Array]) -> list[Array]:
         """One round: the next carry and the outputs, with records in the book of the body."""
         arguments: list[Any] = [*constants, *carry, *rows]
+        # Sizes in the program around the scan, so a sliced view counts all rounds.
         inner.sizes = {j: view.value.size for j, view in enumerate(entering.values())}
         for j, (i, view) in enumerate(entering.items()):
             # If all leaves that a view reads are behind a `stop_gradient`, it is not trained.
@@ -174,25 +177,25 @@ class _StackedUse:
         in_body = self._leaves_of_body(leaves, memo)
         if not self.by_round:
             return self.site.of(in_body)
-        return jax.vmap(self.site.of, (self._places(),))(in_body)
+        return jax.vmap(self.site.of, (self._in_axes(),))(in_body)
 
     def apply(self, leaves: Leaves, data: Sequence[Array], memo: Memo | None = None) -> Array:
         """The outputs of all rounds."""
         in_body = self._leaves_of_body(leaves, memo)
-        places = self._places()
+        in_axes = self._in_axes()
         if row_of(self.site).entrywise and _platforms.on_cpu():
             # XLA on CPU is slow at the fused reduction of cotangents times a number of each round.
             for j in self.views:
                 if not self.sliced[j]:
                     in_body[j] = _repeated(in_body[j], self.rounds)
-            places = dict.fromkeys(self.views, 0)
-        return jax.vmap(self.site.apply, (places, 0))(in_body, data)
+            in_axes = dict.fromkeys(self.views, 0)
+        return jax.vmap(self.site.apply, (in_axes, 0))(in_body, data)
 
     def _leaves_of_body(self, leaves: Leaves, memo: Memo | None) -> dict[int, Array]:
         memo = {} if memo is None else memo
         return {j: view.of(leaves, memo) for j, view in self.views.items()}
 
-    def _places(self) -> dict[int, int | None]:
+    def _in_axes(self) -> dict[int, int | None]:
         """The axis of the rounds in each leaf of the body, as `jax.vmap` takes it."""
         return {j: 0 if self.sliced[j] else None for j in self.views}
 

@@ -38,8 +38,9 @@ def tapped(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> A
     data = tuple(x for x in inputs if not isinstance(x, View))
     # The forward pass keeps the dtypes of the model. Gradients are formed in float32 or wider.
     (output,) = bind_fast(equation, plain(inputs))  # on the values of the views
-    use = _Use(equation, views, operand, len(inputs), trees.wide(output.dtype))
+    use = _Use(equation, views, operand, inputs=len(inputs), wide=trees.wide(output.dtype))
     view = views[operand]
+    # Two trained views may read one leaf, whose gradient then has another norm than that of a view.
     is_only_trained = len(trained) == 1
     # If each entry of the view depends on one *slice* of a leaf, such as a column, an example only
     # scales slices of a gradient that all examples share: see `common`. These are the axes that
