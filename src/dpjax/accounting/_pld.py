@@ -94,7 +94,7 @@ def _bounds(parts: Parts, neighbours: str) -> Iterator[Profile]:
     if parts.foreign:
         yield from _by_rdp(without_sampling, neighbours)
     else:
-        yield _unsampled(without_sampling, neighbours)
+        yield _unsampled(without_sampling, neighbours)  # exact for Gaussians
     # Random allocation (an example is in one random bin of steps) has no loss distribution for each
     # step. It has two other bounds: as if the bin were known, which costs no less, and by whole
     # epochs.
@@ -187,7 +187,8 @@ def _grid(parts: Parts, neighbours: str) -> float:
     variances = [n * q**2 * math.expm1(min(z**-2, 700)) for (q, z), n in parts.sampled.items()]
     steps = sum(parts.sampled.values())
     deviation = math.sqrt(math.fsum(variances) / steps)
-    # The last term is a floor for steps that cost nearly nothing.
+    # The second term limits the points of a fine grid. The last one is a floor for steps that cost
+    # nearly nothing.
     wanted = max(deviation / _FINE, span / _FEWER, usual / 1024)
     # The grid is rounded down to the usual one times a power of 2^(1/4). So a slightly longer run
     # has the same grid, and its steps are in the cache.

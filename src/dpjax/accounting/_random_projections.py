@@ -128,7 +128,7 @@ def _mixture(q: float, z: float, r: int, neighbours: str) -> library.PrivacyLoss
     the mixture, with ``s`` the upper end of the level.
     """
     unprotected = _chance_unprotected(z, r)
-    # An unprotected example is revealed if it is drawn: epsilon 0, and delta is the rate.
+    # An unprotected example is revealed if it is drawn. That has probability q: epsilon 0, delta q.
     total = library.from_privacy_parameters(
         common.DifferentialPrivacyParameters(0.0, q), value_discretization_interval=MIXED
     )
@@ -141,8 +141,8 @@ def _mixture(q: float, z: float, r: int, neighbours: str) -> library.PrivacyLoss
     chances = np.concatenate([likely, rare])
     ends = np.sqrt(r / stats.chi2(r).ppf(chances[1:]))  # P(S > end) is the chance
     probabilities = -np.diff(chances)
-    # The rarest level is mixed first. Mixed last, it has the weight 1 minus almost 1, with few
-    # digits.
+    # The rarest level is mixed first. Mixed last, it has a weight ``1 - self_weight`` of 1 minus
+    # almost 1, which keeps few digits.
     mixed = unprotected  # the probability of all components in `total`
     for scale, probability in zip(ends[::-1], probabilities[::-1], strict=True):
         step = one_step(q, z / float(scale), MIXED, neighbours)

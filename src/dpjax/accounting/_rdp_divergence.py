@@ -178,8 +178,7 @@ def _log_moment_integral(z: np.ndarray, q: np.ndarray, orders: np.ndarray, size:
             if block.size:  # the last blocks are empty if there are more blocks than orders
                 log_gap = _log_gap(log_f, excess, block[:, None, None])
                 log_integrals.append(_summed(log_gap + log_weight))
-    log_a_minus_one = np.concatenate(log_integrals).T
-    return np.logaddexp(0, log_a_minus_one)
+    return np.logaddexp(0, np.concatenate(log_integrals).T)  # log(1 + integral)
 
 
 def _summed(logs: np.ndarray) -> np.ndarray:

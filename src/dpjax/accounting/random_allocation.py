@@ -128,9 +128,9 @@ def loss(event: RandomAllocationDpEvent, grid: float, tail: float) -> PrivacyLos
     fine_step = deviation / _FINE
     laws_if_it_leaves = _laws(groups, bins, tail=tail, above=tail, step=fine_step)
     laws_if_it_joins = laws_if_it_leaves
-    # Little noise: up to the largest factors `_POINTS` fine steps do not suffice, so the lattice
-    # has a coarser step, too coarse for the small ratios that the loss under Q needs. This loss
-    # gets a fine lattice that ends at lower factors.
+    # With little noise, `_POINTS` fine steps do not reach the largest factors, so `_laws` took a
+    # coarser step, too coarse for the small ratios that the loss under Q needs. This loss gets a
+    # second, fine lattice, which ends at lower factors.
     if laws_if_it_leaves.step > fine_step:
         fine_step = max(fine_step, _UNIT * bins / tail)  # otherwise `_error` is above the tail
         least, _ = groups[0]  # groups are sorted by multiplier
@@ -211,7 +211,7 @@ def _lattice(
     """
     least, _ = groups[0]  # groups are sorted by multiplier
     largest = _largest(least, above)
-    step = max(step, largest * 2.0**-40)  # `_window` adds it to `largest`, which must change
+    step = max(step, largest * 2.0**-40)  # a smaller one is lost when added to `largest`
     low, top = _window(groups, bins, tail, above, step)
     # Both the window of the sum and the points of a single factor must fit into `_POINTS`.
     coarser = max(top - low, largest) / _POINTS

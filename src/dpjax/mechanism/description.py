@@ -392,7 +392,7 @@ class Mechanism:
             256 at epsilon 3, a multiplier of 0.59 where "rdp" needs 0.65.
 
         Returns:
-          A new mechanism that costs at most ``epsilon``, and that within about 1e-4 (relative).
+          A new mechanism whose cost is at most ``epsilon``, and within about 1e-4 of it (relative).
           ``target.method`` names the accountant.
 
         Example:

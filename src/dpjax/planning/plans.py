@@ -93,7 +93,7 @@ def plan(
     size = size_for(count, epsilon, delta, most_examples)
     uncalibrated = Mechanism(
         sampling=sampling.poisson(count, size.batch),
-        clipping=clipping.automatic(1.0),
+        clipping=clipping.automatic(bound=1.0),
         noise_multiplier=1.0,  # any positive number, which `calibrate` scales
         steps=size.steps,
     )
