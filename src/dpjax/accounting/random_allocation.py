@@ -170,7 +170,8 @@ def _laws(groups: Groups, bins: int, tail: float, above: float, step: float) -> 
     step, first, size = _lattice(groups, bins, tail, above, step)
     # Fourier transforms of laws of the sum of all factors so far. ``sum_q`` is under Q. ``sums_p``
     # adds up one law for each of their bins: as if the example were in that bin, whose factor then
-    # has its law under P, and the other factors theirs under Q.
+    # has its law under P, and the other factors theirs under Q. The sum of no factors is 0, whose
+    # transform is 1.
     sum_q = np.ones(1)
     sums_p = np.zeros(1)
     lost = 0.0
@@ -181,9 +182,10 @@ def _laws(groups: Groups, bins: int, tail: float, above: float, step: float) -> 
         # A factor can exceed the window. The transform repeats outside it.
         wrapped = indices % size
         factor_q = np.fft.rfft(np.bincount(wrapped, masses, size))
+        # Under P a factor has the density of L under Q, times L.
         factor_p = np.fft.rfft(np.bincount(wrapped, points * masses, size))
         # The product rule: the bin under P is one of those so far, or one of these n.
-        others = factor_q ** (n - 1)
+        others = factor_q ** (n - 1)  # of this group
         sums_p = sums_p * others * factor_q + sum_q * n * others * factor_p
         sum_q = sum_q * others * factor_q
         lost += n * beyond / bins
