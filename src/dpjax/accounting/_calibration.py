@@ -115,7 +115,7 @@ def calibrate_risk(
         return rate_of(make_event(value), false_positive_rate, by, neighbours)
 
     def mu_of(rate: float) -> float:
-        """The mu at which the best attack on N(0, 1) against N(mu, 1) has this true positive rate.
+        """The mu at which N(0, 1) and N(mu, 1) allow this rate at the rate of false positives.
 
         It is nearly a power of the parameter, as `by_secants` needs; the rate is not.
         """
