@@ -20,7 +20,8 @@ from dpjax.accounting.methods import checked_method
 from dpjax.accounting.methods import epsilon as epsilon_of
 from dpjax.accounting.methods import true_positive_rate as rate_of
 
-# The relative width of the answer. PLD answers on a grid, so a tighter search finds only its steps.
+# The relative width of the answer. PLD rounds losses to a grid, so a tighter search finds only
+# rounding.
 _TIGHTNESS = {"rdp": 1e-6, "rdp-classic": 1e-6, "pld": 1e-4}
 
 
@@ -62,8 +63,8 @@ def calibrate(
     def spent(value: float, by: str = method) -> float:
         return epsilon_of(make_event(value), delta, by, neighbours)
 
-    # A PLD takes seconds. The central limit takes milliseconds, and from its answer the secant
-    # method needs only a few PLDs. Bisection is for events where this fails.
+    # A PLD takes seconds. The central limit ("gdp") takes milliseconds, and from its answer the
+    # secant method needs only a few PLDs. Bisection is for events where this fails.
     if method == "pld":
         with contextlib.suppress(ValueError):  # the central limit does not know every event
             guess = by_bisection(lambda value: spent(value, "gdp"), epsilon, tight=1e-2)
@@ -113,20 +114,21 @@ def calibrate_risk(
         """The largest share of true positives at a parameter, by an accounting method."""
         return rate_of(make_event(value), false_positive_rate, by, neighbours)
 
-    def distance(rate: float) -> float:
-        """The distance of two means of unit Gaussians at which an attack has this rate.
+    def mu_of(rate: float) -> float:
+        """The mu at which N(0, 1) and N(mu, 1) allow this rate at the rate of false positives.
 
         It is nearly a power of the parameter, as `by_secants` needs; the rate is not.
         """
         return float(ndtri(rate) - ndtri(false_positive_rate))
 
-    # As in `calibrate`: a guess by the central limit, secants from it, and bisection if they fail.
+    # As in `calibrate`: a guess by the central limit ("gdp"), secants from it, and bisection if
+    # they fail.
     with contextlib.suppress(ValueError):  # the central limit does not know every event
         guess = by_bisection(
             lambda value: rate_at(value, "gdp"), target, tight=1e-2, name="true_positive_rate"
         )
-        value = by_secants(lambda value: distance(rate_at(value)), distance(target), guess)
-        # The rate may be above its target by rounding, although the distance is not.
+        value = by_secants(lambda value: mu_of(rate_at(value)), mu_of(target), guess)
+        # The rate may be above its target by rounding, although mu is not.
         if value is not None and rate_at(value) <= target:
             return value
     return by_bisection(rate_at, target, _TIGHTNESS["pld"], name="true_positive_rate")
@@ -154,7 +156,7 @@ def largest_steps(
     _check("accounting.largest_steps", epsilon, delta, method)
     maximum = checks.whole("accounting.largest_steps", "maximum", maximum, least=0)
     if maximum == 0:
-        return 0
+        return 0  # the search below begins at one step
 
     @functools.cache
     def spent(steps: int) -> float:
@@ -167,9 +169,9 @@ def largest_steps(
             return high
         high = min(maximum, 2 * high)
     # The answer is the first number after which one more step costs too much.
-    steps = range(high // 2, high)
-    place = bisect.bisect_left(steps, True, key=lambda n: spent(n + 1) > epsilon)
-    return steps[place]
+    candidates = range(high // 2, high)
+    index = bisect.bisect_left(candidates, True, key=lambda n: spent(n + 1) > epsilon)
+    return candidates[index]
 
 
 def by_bisection(
@@ -194,11 +196,11 @@ def by_secants(
 ) -> float | None:
     """A parameter at which ``spent`` is just below the target, by the secant method from ``value``.
 
-    It spends from ``1 - tight`` to 1 times the target. The answer is None if the method does not
-    converge.
+    There, ``(1 - tight) target <= spent(parameter) <= target``. The answer is None if the method
+    does not converge.
     """
-    # The secants are of log(spent) against log(parameter), because the cost is nearly a power of
-    # the parameter. The first slope is the power for sampled steps.
+    # The method works on log(spent) as a function of log(parameter), which is nearly a line. The
+    # first slope is a guess, about right for sampled steps with multipliers near 1.
     slope = -1.5
     log_aim = math.log(target) - tight / 2  # the middle of the accepted range
     previous: tuple[float, float] | None = None
@@ -222,6 +224,7 @@ def by_secants(
 
 def _bracket(spent: Callable[[float], float], target: float, name: str) -> tuple[float, float]:
     """Two parameters: the first costs more than the target, the second at most the target."""
+    # Either 1 costs too much, and `high` doubles until it does not, or `low` falls until it does.
     low = 1.0
     high = 1.0
     while spent(high) > target:

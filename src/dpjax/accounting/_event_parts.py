@@ -61,8 +61,9 @@ def as_sampled(parts: Parts) -> Parts:
     """Replaces random allocations by Poisson samples whose losses have about the same variance.
 
     The loss of a Poisson sample at rate q has a variance of about ``q^2 (exp(1 / z^2) - 1)``. In an
-    epoch of t bins, n bins with multiplier z add ``n / t^2 (exp(1 / z^2) - 1)``, so they become one
-    sample at the rate ``sqrt(n) / t``.
+    epoch of random allocation an example is in one of t steps (bins) at random. The n bins with
+    multiplier z add ``n / t^2 (exp(1 / z^2) - 1)``, so they become one sample at the rate
+    ``sqrt(n) / t``.
     """
     sampled = dict(parts.sampled)
     others = []
@@ -147,7 +148,7 @@ def split(event: DpEvent, records: int = 1) -> Parts:
                     foreign.append((node, count))
                 elif not on_sample.private:
                     bare += count
-                elif on_sample.precision and count:
+                elif on_sample.precision and count:  # a composition may have a count of 0
                     # Several Gaussians on one sample act as one, which is amplified as a whole.
                     step = (rate, on_sample.unsampled_multiplier)
                     sampled[step] = sampled.get(step, 0) + count

@@ -51,7 +51,10 @@ def composed(parts: Parts, grid: float, neighbours: str) -> PrivacyLossDistribut
 
 
 def proven(loss: PrivacyLossDistribution | PLDAccountant, parts: Parts) -> Profile:
-    """The profile of a distribution or an accountant, plus `error`, which neither includes."""
+    """The profile of a distribution or an accountant, with delta larger by its rounding `error`.
+
+    So the epsilon at a delta is the computed one at ``delta - error``.
+    """
     rounding = error(parts)
     if isinstance(loss, PLDAccountant):
         computed_epsilon = loss.get_epsilon

@@ -46,8 +46,7 @@ def profile(parts: Parts, neighbours: str) -> Profile:
     """
     # The probability that the example is ever drawn bounds delta, also at epsilon 0.
     chance = _chance(parts)
-    # Loss distributions may take a minute, so they are computed at the first question that needs
-    # them.
+    # Loss distributions may take a minute, so they are computed at the first call that needs them.
     bounds = functools.cache(lambda: list(_bounds(parts, neighbours)))
 
     def epsilon_at(delta: float) -> float:
@@ -95,9 +94,10 @@ def _bounds(parts: Parts, neighbours: str) -> Iterator[Profile]:
     if parts.foreign:
         yield from _by_rdp(without_sampling, neighbours)
     else:
-        yield _unsampled(without_sampling, neighbours)
-    # Steps in which an example has one random bin have no loss distribution of their own. Two
-    # bounds stand for it: as if the bin were known, which costs no less, and by whole epochs.
+        yield _unsampled(without_sampling, neighbours)  # exact for Gaussians
+    # Random allocation (an example is in one random bin of steps) has no loss distribution for each
+    # step. It has two other bounds: as if the bin were known, which costs no less, and by whole
+    # epochs.
     with_known_bins = _allocation.known_bins(parts)
     if with_known_bins != parts:
         yield from _bounds(with_known_bins, neighbours)
@@ -146,7 +146,7 @@ def _by_rdp(parts: Parts, neighbours: str) -> list[Profile]:
 def _accountant(parts: Parts, grid: float, neighbours: str) -> PLDAccountant:
     """The composed loss of all parts, by dp_accounting's accountant, which knows foreign events.
 
-    `composed` is the same for parts without foreign events.
+    For parts without foreign events `composed` is the same, and caches the loss of each step.
     """
     accountant = PLDAccountant(relation(neighbours), grid)
     if parts.precision:
@@ -172,6 +172,7 @@ def _accountant(parts: Parts, grid: float, neighbours: str) -> PLDAccountant:
 
 def _grid(parts: Parts, neighbours: str) -> float:
     """The distance between losses: an eighth of the deviation of a step, if memory allows it."""
+    # The losses of a foreign event may be found one by one, so its grid is coarser.
     usual = MIXED if parts.foreign else GRID
     span = _span(parts, neighbours)
     # The range of a huge epsilon has too many points of the usual grid for memory.
@@ -179,19 +180,21 @@ def _grid(parts: Parts, neighbours: str) -> float:
         doublings = math.ceil(math.log2(span / usual / _POINTS))
         return usual * 2.0**doublings
     if parts.foreign:
-        return usual
+        return usual  # the deviation of a foreign step is not known
     # Rounding adds up to the square of the grid to the variance of each step. On the usual grid
-    # this is most of the variance of a million steps with losses of 1e-4.
-    # `expm1` overflows above 709.
+    # this is most of the variance of a million steps with losses of 1e-4. The loss of a step has a
+    # variance of about q^2 (exp(1 / z^2) - 1); `expm1` overflows above 709.
     variances = [n * q**2 * math.expm1(min(z**-2, 700)) for (q, z), n in parts.sampled.items()]
     steps = sum(parts.sampled.values())
     deviation = math.sqrt(math.fsum(variances) / steps)
-    # The last term is a floor for steps that cost nearly nothing.
+    # The second term limits the points of a fine grid. The last one is a floor for steps that cost
+    # nearly nothing.
     wanted = max(deviation / _FINE, span / _FEWER, usual / 1024)
     # The grid is rounded down to the usual one times a power of 2^(1/4). So a slightly longer run
     # has the same grid, and its steps are in the cache.
     exponent = math.floor(4 * math.log2(wanted / usual)) / 4
-    # Few distinct steps are fast on the usual grid, so they never have a coarser one.
+    # Few distinct steps are fast, so their grid is never coarser than the usual one. It is finer by
+    # a whole power of two.
     if len(parts.sampled) <= _MANY:
         exponent = min(0, math.floor(exponent))
     return usual * 2.0**exponent
@@ -216,8 +219,8 @@ def _span(parts: Parts, neighbours: str) -> float:
 def _span_of_mixtures(event: MixtureOfGaussiansDpEvent, count: int) -> float:
     """A rough upper bound on the loss of one step of this mixture, and of all ``count`` together.
 
-    The loss of all steps exceeds a Chernoff bound with probability 1e-9 at most: the least over
-    orders a of ``(count log E exp((a - 1) loss of a step) - log 1e-9) / (a - 1)``.
+    The bound for all steps is Chernoff's, which the loss exceeds with probability 1e-9 at most: the
+    least over orders a of ``(count log E exp((a - 1) loss of a step) - log 1e-9) / (a - 1)``.
     """
     odds = np.array(event.sampling_probs)  # of each Gaussian of the mixture
     signals = np.array(event.sensitivities) / event.standard_deviation  # mean over deviation
@@ -225,7 +228,7 @@ def _span_of_mixtures(event: MixtureOfGaussiansDpEvent, count: int) -> float:
     # By Jensen's inequality the moment of a mixture is at most the mixture of the moments of its
     # Gaussians, whose logarithms are a (a - 1) signal^2 / 2: [orders, signals].
     log_moments = np.outer(orders * (orders - 1) / 2, signals**2)
-    with np.errstate(all="ignore"):  # the sum of exponentials overflows before its logarithm
+    with np.errstate(all="ignore"):  # tiny noise has infinite moments
         log_moment = np.asarray(logsumexp(log_moments, b=odds, axis=1))  # of a step, [orders]
     all_steps = np.min((count * log_moment - math.log(1e-9)) / (orders - 1))
     largest = signals[odds > 1e-25].max()  # the library truncates others

@@ -32,11 +32,12 @@ from dpjax.accounting._loss_distributions import MIXED, composed, one_step, prov
 from dpjax.accounting.events import BARE, rewritten
 from dpjax.accounting.profiles import Profile
 
-_RARE = 0.05  # the chance of a scale `s` from which it is rounded on the grid of the tail
-_BULK = 80  # values to which a likely `s` is rounded up
+_RARE = 0.05  # a scale `s` is rare if P(S > s) is below this
+_BULK = 80  # values to which an `s` that is not rare is rounded up
 _TAIL = 140  # values to which a rare `s` is rounded up
-_LEAST = 0.13  # an example counts as unprotected if z / s is less
-_CHANCE = 1e-12  # an example counts as unprotected for scales that are rarer
+# An example counts as unprotected at a scale `s` with one of these.
+_LEAST = 0.13  # z / s is less
+_CHANCE = 1e-12  # P(S > s) is less
 _LEVELS = 24  # distinct steps of a schedule, each a second; more are rounded
 
 # `{(rate, multiplier, projections): count}`
@@ -85,7 +86,7 @@ def profile(steps: Steps, parts: Parts, neighbours: str) -> Profile:
         # example hides nothing either if the norm is likely to be estimated far too small. At a
         # rate below 1 this costs only delta: see `_mixture`.
         if not z > BARE or (q == 1 and _chance_unprotected(z, r) >= _RARE):
-            return profiles.gaussian(math.inf)
+            return profiles.gaussian(math.inf)  # epsilon is infinite
     # The mixture is over one random scale. Replace-one needs the joint law of two.
     if neighbours == "replace-one":
         raise ValueError(
@@ -121,27 +122,32 @@ def steps_of(parts: Parts) -> Steps:
 
 @functools.lru_cache(maxsize=64)
 def _mixture(q: float, z: float, r: int, neighbours: str) -> library.PrivacyLossDistribution:
-    """The loss of one step: that of a Gaussian with multiplier ``z / s``, mixed over ``s``."""
+    """The loss of one step: that of a Gaussian with multiplier ``z / s``, mixed over ``s``.
+
+    The distribution of ``S = sqrt(r / chi2_r)`` is cut into levels. Each level is a component of
+    the mixture, with ``s`` the upper end of the level.
+    """
     unprotected = _chance_unprotected(z, r)
-    # An unprotected example is revealed if it is drawn: epsilon 0, and delta is the rate.
+    # An unprotected example is revealed if it is drawn. That has probability q: epsilon 0, delta q.
     total = library.from_privacy_parameters(
         common.DifferentialPrivacyParameters(0.0, q), value_discretization_interval=MIXED
     )
     if unprotected >= _RARE:
         return total  # as if all scales left the example unprotected, an upper bound
-    # The levels divide the chance of a larger s, from 1 down, so each level has a known
-    # probability. Rounding s up to the end of its level never lowers the loss.
+    # Level k has `chances[k] >= P(S > s) >= chances[k + 1]`, so its probability is the difference.
+    # Rounding s up to the end of its level never lowers the loss.
     likely = np.linspace(1.0, _RARE, _BULK, endpoint=False)
     rare = np.geomspace(_RARE, unprotected, _TAIL)
     chances = np.concatenate([likely, rare])
-    ends = np.sqrt(r / stats.chi2(r).ppf(chances[1:]))  # P(s > end) is the chance
+    ends = np.sqrt(r / stats.chi2(r).ppf(chances[1:]))  # P(S > end) is the chance
     probabilities = -np.diff(chances)
-    # The rarest level comes first: if it came last, its weight, 1 minus almost 1, had few digits.
-    mixed = unprotected  # the probability of all that is in `total`
+    # The rarest level is mixed first. Mixed last, it has a weight ``1 - self_weight`` of 1 minus
+    # almost 1, which keeps few digits.
+    mixed = unprotected  # the probability of all components in `total`
     for scale, probability in zip(ends[::-1], probabilities[::-1], strict=True):
         step = one_step(q, z / float(scale), MIXED, neighbours)
         with_step = mixed + float(probability)
-        total = total.compute_mixture(step, mixed / with_step)
+        total = total.compute_mixture(step, self_weight=mixed / with_step)
         mixed = with_step
     return total
 

@@ -72,15 +72,16 @@ def total(parts: Parts, neighbours: str) -> np.ndarray:
         raise ValueError(
             "accounting: RDP has no proof for Poisson sampling, 'replace-one'. Use method='pld'."
         )
-    # Events of random bins count as unsampled Gaussians, because an example and its replacement are
-    # in the same bin: what holds for each known bin holds for a random one.
+    # Random allocation (an example is in one random bin of steps) counts as unsampled Gaussians,
+    # because an example and its replacement are in the same bin: a bound for each known bin holds
+    # for a random one.
     if replaces:
         parts = _allocation.known_bins(parts)
     # The divergence of a Gaussian is order / (2 z^2).
     divergence = ORDERS * parts.precision / 2 * squared_factor
     if parts.sampled:
         counts = np.array(list(parts.sampled.values()), np.float64)
-        divergence = divergence + counts @ curves(list(parts.sampled))
+        divergence = divergence + counts @ curves(list(parts.sampled))  # [pairs] @ [pairs, orders]
     for event, count in parts.foreign:
         divergence = divergence + count * _foreign(event, neighbours)
     return divergence

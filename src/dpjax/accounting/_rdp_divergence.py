@@ -95,7 +95,7 @@ def _group(pairs: tuple[tuple[float, float], ...]) -> np.ndarray:
 
 
 def _divergences(z: np.ndarray, q: np.ndarray, orders: np.ndarray) -> np.ndarray:
-    """The divergences of finite orders, ``[z, orders]``, of multipliers and their rates ``[z]``.
+    """The divergences at finite orders, ``[pairs, orders]``, of pairs of z and q, each ``[pairs]``.
 
     Where the rate is 0 or the multiplier infinite, the caller replaces them by 0.
     """
@@ -125,7 +125,7 @@ def _divergences(z: np.ndarray, q: np.ndarray, orders: np.ndarray) -> np.ndarray
 
 
 def _log_moment_whole(z: np.ndarray, q: np.ndarray, order: int) -> np.ndarray:
-    """``log A`` at a whole order, ``[z]``; the terms of the sum are ``[z, k]``.
+    """``log A`` at a whole order, ``[pairs]``; the terms of the sum are ``[pairs, k]``.
 
     ``A - 1 = sum_k>=2 C(alpha, k) q^k (1-q)^(alpha-k) (exp(k(k-1) / 2z^2) - 1)``.
     """
@@ -152,32 +152,33 @@ def _by_grid_size(z: np.ndarray, rows: np.ndarray, top: float) -> dict[int, np.n
 
 
 def _log_moment_integral(z: np.ndarray, q: np.ndarray, orders: np.ndarray, size: int) -> np.ndarray:
-    """``log A``, ``[z, orders]``, by the trapezoid rule on ``size`` points of u = x / z.
+    """``log A``, ``[pairs, orders]``, by the trapezoid rule on ``size`` points of u = x / z.
 
     The integral is ``A - 1 = E[f^alpha - 1 - alpha (f - 1)]``, over the standard Gaussian u.
     """
     z = z[:, None]
     q = q[:, None]
-    # The integrand of the largest order has its peak at order / z. Arrays are [z, size] from here.
+    # The points are from -9 to order / z + 9, because the integrand of the largest order has its
+    # peak at order / z. Arrays are [pairs, size] from here.
     step = (orders.max() / z + 2 * _TAIL) / (size - 1)
     u = -_TAIL + step * np.arange(size)
-    log_weight = -(u**2) / 2 + np.log(step / np.sqrt(2 * np.pi))
-    log_ratio = u / z - 1 / (2 * z**2)  # without sampling
+    log_weight = -(u**2) / 2 + np.log(step / np.sqrt(2 * np.pi))  # of a point: density times step
+    log_ratio = u / z - 1 / (2 * z**2)  # of the likelihoods without sampling
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        # A ratio f near 1 is 1 plus a small number, and `logaddexp` loses its digits. A large ratio
-        # overflows in `expm1`.
+        # f = 1 - q + q ratio. Near 1 it is 1 plus a small number, and `logaddexp` loses the digits
+        # of that. A large ratio overflows in `expm1`.
         near = np.log1p(q * np.expm1(np.minimum(log_ratio, 1.0)))
         far = np.logaddexp(np.log1p(-q), np.log(q) + log_ratio)
         log_f = np.where(log_ratio < 1, near, far)
-        excess = np.expm1(log_f)
-        # Several orders at a time, as many as fit into the caches: [orders, z, size].
+        excess = np.expm1(log_f)  # f - 1
+        # Several orders at a time, as many as fit into the caches: [orders, pairs, size].
         block_count = math.ceil(orders.size * log_f.size / _BLOCK)
         log_integrals = []
         for block in np.array_split(orders, block_count):
             if block.size:  # the last blocks are empty if there are more blocks than orders
                 log_gap = _log_gap(log_f, excess, block[:, None, None])
                 log_integrals.append(_summed(log_gap + log_weight))
-    return np.logaddexp(0, np.concatenate(log_integrals).T)
+    return np.logaddexp(0, np.concatenate(log_integrals).T)  # log(1 + integral)
 
 
 def _summed(logs: np.ndarray) -> np.ndarray:
@@ -190,8 +191,8 @@ def _summed(logs: np.ndarray) -> np.ndarray:
 def _log_gap(log_f: np.ndarray, excess: np.ndarray, order: np.ndarray) -> np.ndarray:
     """``log(f^alpha - 1 - alpha (f - 1))``, the distance of the power from its tangent at 1.
 
-    ``excess`` is f - 1. Both have the shape ``[z, size]``, the order has ``[orders, 1, 1]``, and
-    the answer ``[orders, z, size]``.
+    ``excess`` is f - 1. Both have the shape ``[pairs, size]``, the order has ``[orders, 1, 1]``,
+    and the answer ``[orders, pairs, size]``.
     """
     power = order * log_f
     slope = order * excess

@@ -65,7 +65,8 @@ def select_best(
         r(a) + (1 + eta) min_b [(1 - 1/b) r(b) + log(1/gamma) / b] + log(runs) / (a - 1)
 
     if ``K`` is geometric (``eta`` 1) or logarithmic (``eta`` 0), with ``gamma`` the parameter of
-    that distribution. If ``K`` is Poisson, with ``delta_hat(epsilon)`` the delta of one run, it is
+    that distribution and ``b`` over all orders. If ``K`` is Poisson, with ``delta_hat(epsilon)``
+    the delta of one run, it is
 
         r(a) + runs * delta_hat(log(a / (a - 1))) + log(runs) / (a - 1)
 

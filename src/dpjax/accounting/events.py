@@ -120,8 +120,8 @@ def subsampled_gaussian(noise_multiplier: float, sampling_rate: float, steps: in
     """DP-SGD: ``steps`` times, a Poisson sample of the data, then a Gaussian on its clipped sum.
 
     The multiplier is the noise's standard deviation over the add-or-remove sensitivity, and the
-    rate the probability with which each example joins a step, on its own coin. At rate 1 they are
-    plain Gaussians, with no sampling around them; at rate 0 nothing runs and nothing is paid.
+    rate the probability with which each example joins a step, on its own coin. At rate 1 the steps
+    are plain Gaussians, with no sampling around them; at rate 0 nothing runs and nothing is paid.
 
     Example:
       >>> subsampled_gaussian(1.1, 0.01, 1)
@@ -200,16 +200,17 @@ def sampled_gaussian(
         return without_replacement(multipliers, examples, int(batch_size))
     if event is Event.ALLOCATION:
         return random_allocation(multipliers, cycle)
-    # Poisson samples are left. An example is in one step of a cycle, and it is unknown in which, so
-    # a cycle counts as one step with its least noise.
+    # Poisson samples remain. An example can be in only one step of a cycle, and it is unknown in
+    # which, so a cycle counts as one step with its least noise.
     least_of_cycle = multipliers
     if len(multipliers):  # `reduceat` raises without steps
         starts = np.arange(0, len(multipliers), cycle)
         least_of_cycle = np.minimum.reduceat(multipliers, starts)
-    values, lengths = map(np.asarray, zip(*rates, strict=True))
-    rows = np.searchsorted(np.cumsum(lengths), np.arange(len(least_of_cycle)), side="right")
-    rows = np.minimum(rows, len(values) - 1)  # the last rate stays
-    return scheduled_gaussian(least_of_cycle, values[rows])
+    rate_of_pair, cycles_of_pair = map(np.asarray, zip(*rates, strict=True))
+    cycles = np.arange(len(least_of_cycle))
+    pair_of_cycle = np.searchsorted(np.cumsum(cycles_of_pair), cycles, side="right")
+    pair_of_cycle = np.minimum(pair_of_cycle, len(rate_of_pair) - 1)  # the last rate stays
+    return scheduled_gaussian(least_of_cycle, rate_of_pair[pair_of_cycle])
 
 
 def without_replacement(multipliers: ArrayLike, examples: int, batch_size: int) -> DpEvent:
@@ -224,7 +225,7 @@ def without_replacement(multipliers: ArrayLike, examples: int, batch_size: int) 
 
 
 def random_allocation(multipliers: ArrayLike, batches: int) -> DpEvent:
-    """Steps in epochs of ``batches``; in each, every example is in one of them, drawn afresh.
+    """Epochs of ``batches`` Gaussian steps; every example is in one step of each, drawn afresh.
 
     ``multipliers`` has one for every step, in order, chosen before training. The last epoch may
     have fewer steps. Equal epochs are counted together. The multipliers of an epoch with more than
@@ -244,10 +245,10 @@ def random_allocation(multipliers: ArrayLike, batches: int) -> DpEvent:
     last_epoch = values[in_whole_epochs:]
     # Epochs with the same multipliers in another order cost the same, so each is sorted. Runs of
     # equal epochs are joined first, because there can be a million of them.
-    rows, lengths = schedules.runs_of(np.sort(whole_epochs, axis=1))
-    counts: Counter[tuple[tuple[float, int], ...]] = Counter()
-    for row, count in zip(rows, lengths, strict=True):
-        counts[_grouped(row)] += int(count)
+    sorted_epochs, lengths = schedules.runs_of(np.sort(whole_epochs, axis=1))
+    counts: Counter[tuple[tuple[float, int], ...]] = Counter()  # of epochs, each as its pairs
+    for multipliers_of_epoch, count in zip(sorted_epochs, lengths, strict=True):
+        counts[_grouped(multipliers_of_epoch)] += int(count)
     counts[_grouped(np.sort(last_epoch))] += 1
     epochs = []
     for pairs, count in counts.items():

@@ -88,8 +88,9 @@ def central_limit(parts: Parts, neighbours: str) -> Profile:
     """The profile of the Gaussian that many small sampled steps look like.
 
     ``mu^2 = sum q^2 (exp(1/z^2) - 1)`` over sampled steps, and ``1/z^2`` over unsampled ones: Bu,
-    Dong, Long, Su, *Deep learning with Gaussian differential privacy*, 2020, §3. An epoch of random
-    allocation has the same variance of its ratio, with q^2 = bins^-2 for each of its steps.
+    Dong, Long, Su, *Deep learning with Gaussian differential privacy*, 2020, §3. Random allocation,
+    with an example in one of t steps of an epoch, counts as sampling with ``q = 1 / t``: the
+    likelihood ratio of an epoch has the same variance.
     """
     parts = as_sampled(parts)
     if parts.foreign or (neighbours == "replace-one" and parts.sampled):

@@ -83,7 +83,8 @@ def profile(epochs: Epochs, rest: Parts, grid: float, neighbours: str) -> Profil
         return proven(total, all_parts)
 
     def for_delta(delta: float) -> Profile:
-        # The tail is a power of two, because similar deltas then have the same cached losses.
+        # The tail is a power of two, because similar deltas then have the same cached losses. It
+        # must not be 0, which has no logarithm.
         tail = max(delta, 1e-300) * _SHARE / epoch_count
         return with_tail(2.0 ** math.floor(math.log2(tail)))
 
@@ -91,11 +92,11 @@ def profile(epochs: Epochs, rest: Parts, grid: float, neighbours: str) -> Profil
         return for_delta(delta).epsilon(delta)
 
     def delta_at(epsilon: float) -> float:
-        # The tail depends on the delta in question, which is not known yet. So a first delta has
-        # the tail of `_ROUGH`, and then a second one that of the first.
+        # The tail depends on the delta in question, which is not known yet. So a first bound has
+        # the tail for `_ROUGH`, and a second one the tail for the first bound.
         rough = for_delta(_ROUGH).delta(epsilon)
-        # The first one is precise if it is above `_ROUGH`. If it is 1, no lattice fitted, and one
-        # with a larger tail may fit.
+        # The tail is a small share of a first bound above `_ROUGH`, which needs no second one. If
+        # the first bound is 1, no lattice fitted, and one with a larger tail may fit.
         if _ROUGH < rough < 1:
             return rough
         return min(rough, for_delta(rough).delta(epsilon))
@@ -127,12 +128,12 @@ def loss(event: RandomAllocationDpEvent, grid: float, tail: float) -> PrivacyLos
     fine_step = deviation / _FINE
     laws_if_it_leaves = _laws(groups, bins, tail=tail, above=tail, step=fine_step)
     laws_if_it_joins = laws_if_it_leaves
-    # Little noise: up to the largest factors `_POINTS` fine steps do not suffice, so the lattice
-    # has a coarser step, too coarse for the small ratios that the loss under Q needs. This loss
-    # gets a fine lattice that ends at lower factors.
+    # With little noise, `_POINTS` fine steps do not reach the largest factors, so `_laws` took a
+    # coarser step, too coarse for the small ratios that the loss under Q needs. This loss gets a
+    # second, fine lattice, which ends at lower factors.
     if laws_if_it_leaves.step > fine_step:
-        fine_step = max(fine_step, _UNIT * bins / tail)  # finer lattices have a larger `_error`
-        least, _ = groups[0]
+        fine_step = max(fine_step, _UNIT * bins / tail)  # otherwise `_error` is above the tail
+        least, _ = groups[0]  # groups are sorted by multiplier
         largest_factor = fine_step * _POINTS / 2  # half of the points, as the sum goes beyond it
         above = _mass_above(least, largest_factor)
         laws_if_it_joins = _laws(groups, bins, tail=tail, above=above, step=fine_step)
@@ -169,7 +170,8 @@ def _laws(groups: Groups, bins: int, tail: float, above: float, step: float) -> 
     step, first, size = _lattice(groups, bins, tail, above, step)
     # Fourier transforms of laws of the sum of all factors so far. ``sum_q`` is under Q. ``sums_p``
     # adds up one law for each of their bins: as if the example were in that bin, whose factor then
-    # has its law under P, and the other factors theirs under Q.
+    # has its law under P, and the other factors theirs under Q. The sum of no factors is 0, whose
+    # transform is 1.
     sum_q = np.ones(1)
     sums_p = np.zeros(1)
     lost = 0.0
@@ -180,9 +182,10 @@ def _laws(groups: Groups, bins: int, tail: float, above: float, step: float) -> 
         # A factor can exceed the window. The transform repeats outside it.
         wrapped = indices % size
         factor_q = np.fft.rfft(np.bincount(wrapped, masses, size))
+        # Under P a factor has the density of L under Q, times L.
         factor_p = np.fft.rfft(np.bincount(wrapped, points * masses, size))
         # The product rule: the bin under P is one of those so far, or one of these n.
-        others = factor_q ** (n - 1)
+        others = factor_q ** (n - 1)  # of this group
         sums_p = sums_p * others * factor_q + sum_q * n * others * factor_p
         sum_q = sum_q * others * factor_q
         lost += n * beyond / bins
@@ -194,7 +197,7 @@ def _laws(groups: Groups, bins: int, tail: float, above: float, step: float) -> 
     sums = step * (first + np.arange(size))
     return _Laws(
         ratios=(sums + idle) / bins,
-        p_masses=p_masses.clip(0),
+        p_masses=p_masses.clip(0),  # rounding makes masses near 0 negative
         q_masses=q_masses.clip(0),
         lost=lost,
         step=step,
@@ -208,9 +211,9 @@ def _lattice(
 
     Point k is at ``k step``. The step is at least the given one.
     """
-    least, _ = groups[0]
+    least, _ = groups[0]  # groups are sorted by multiplier
     largest = _largest(least, above)
-    step = max(step, largest * 2.0**-40)  # floats next to the largest factor are further apart
+    step = max(step, largest * 2.0**-40)  # a smaller one is lost when added to `largest`
     low, top = _window(groups, bins, tail, above, step)
     # Both the window of the sum and the points of a single factor must fit into `_POINTS`.
     coarser = max(top - low, largest) / _POINTS
@@ -254,12 +257,12 @@ def _factor(z: float, points: np.ndarray) -> tuple[np.ndarray, float]:
     the last point no upper one exists, so the excess of p is lost.
     """
     with np.errstate(divide="ignore"):
-        g = z * np.log(points) + 1 / (2 * z)  # where L is a point
-    ends = np.append(g, np.inf)
+        g = z * np.log(points) + 1 / (2 * z)  # L = exp(g / z - 1 / 2z^2) is a point at this g
+    ends = np.append(g, np.inf)  # of the intervals; the last one is above the last point
     q = _between(ends)
     p = _between(ends - 1 / z)  # under P the mean of g is 1 / z
-    excess = p - points * q
-    up = excess[:-1] / np.diff(points)
+    excess = p - points * q  # p minus lower times q, of each interval
+    up = excess[:-1] / np.diff(points)  # the mass that goes to the upper point
     up = np.clip(up, 0, q[:-1])
     masses = q - np.append(up, 0) + np.append(0, up)
     return masses, max(0.0, float(excess[-1]))
@@ -290,17 +293,19 @@ def _window(
     for z, n in groups:
         g = np.linspace(-12, 1 / z - float(ndtri(above)), 1000)  # up to the factor `_largest`
         points = np.exp(g / z - 1 / (2 * z**2))
+        # The last point of the lattice itself is up to one step above `_largest`.
         points = np.concatenate([[0], points, [points[-1] + step]])
         masses, _ = _factor(z, points)
         coarse_factors.append((n, points, masses))
-        variance += n * float(masses @ (points - 1) ** 2)
+        variance += n * float(masses @ (points - 1) ** 2)  # the mean of a factor is 1
     deviation = math.sqrt(variance)
     # The best exponent is a few over the deviation if X is nearly Gaussian, and less if the largest
     # factors dominate it.
     t = np.geomspace(1e-2 / (deviation + largest), 1e4 / deviation, 400)
     log_q, _ = _log_moments(coarse_factors, bins, -t, step)
     _, log_p = _log_moments(coarse_factors, bins, t, step)
-    # Bounds whose moments overflow are NaN or infinite, and are not chosen.
+    # At a and b the bounds equal the tail. Bounds whose moments overflow are NaN or infinite, and
+    # are not chosen.
     low = float(np.nanmax((log_q - math.log(tail)) / -t))
     top = float(np.nanmin((log_p - math.log(tail)) / t))
     return max(0.0, low), top
@@ -322,9 +327,9 @@ def _log_moments(
     p_over_q = np.full(t.size, idle / bins)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         for n, points, masses in factors:
-            powers = np.exp(np.outer(t, points))
-            moment = powers @ masses
-            weighted_moment = powers @ (points * masses)
+            exponentials = np.exp(np.outer(t, points))  # [t, points]
+            moment = exponentials @ masses
+            weighted_moment = exponentials @ (points * masses)
             log_q += n * (np.log(moment) + (t * step) ** 2 / 8)
             p_over_q += n / bins * weighted_moment / moment
         log_p = log_q + (t * step + np.log(p_over_q))

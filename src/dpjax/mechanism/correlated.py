@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost of correlated noise: a strategy joined to a sampler.
 
-The rows of $G + z C^{-1} Z$ are released, and they follow from $C G + z Z$. So a run is one
-Gaussian mechanism on $C G$, however later gradients follow from earlier releases. One example moves
-$C G$ by the columns of the steps that it is in. The sampler gives these steps, or, for a random
-bin, the distribution of the bin.
+Row t of $G$ is the clipped sum of step t, $C$ the lower triangular matrix of the strategy, $Z$
+white noise and $z$ its scale. The rows of $G + z C^{-1} Z$ are released, and they follow from
+$C G + z Z$. So a run is one Gaussian mechanism on $C G$, however later gradients follow from
+earlier releases. One example moves $C G$ by the columns of $C$ of the steps that it is in. The
+sampler gives these steps. If an example is in the steps of one random bin, it gives the
+distribution of the bin.
 """
 
 from __future__ import annotations

@@ -101,6 +101,7 @@ class Mechanism:
     target: Target | Risk | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
+        # Checked values replace those given, by `object.__setattr__`, because the class is frozen.
         hint = "Such as sampling.poisson(examples, batch_size)."
         checks.instance("Mechanism", "sampling", self.sampling, Sampler, hint)
         hint = "Such as clipping.flat(bound)."
@@ -109,10 +110,11 @@ class Mechanism:
         steps = checks.whole("Mechanism", "steps", self.steps, hint, least=0)
         multiplier = checked_multiplier("Mechanism", self.noise_multiplier, self.clipping)
         if callable(multiplier):
-            multiplier = Planned.of(multiplier, steps)
+            multiplier = Planned.of(multiplier, steps)  # the schedule, evaluated at each step
         object.__setattr__(self, "steps", steps)
         object.__setattr__(self, "noise_multiplier", multiplier)
-        # Multipliers and not an event: a card holds them, and dpjax.verify recomputes the event.
+        # Queries are kept as multipliers and not as an event, because a card holds multipliers, and
+        # dpjax.verify recomputes the event from them.
         object.__setattr__(self, "preparation", checked_queries("Mechanism", self.preparation))
         object.__setattr__(self, "before", tuple(self.before))
         # The proof of each sampler must be for the stated relation, or for one that implies it.
@@ -134,7 +136,7 @@ class Mechanism:
             _check_adaptive(self.clipping, self.multipliers, self.count_multiplier)
 
     def _check_unit(self) -> None:
-        """Raises if parts of the mechanism protect different units, whose costs do not add."""
+        """Sets the unit; raises if parts of the mechanism protect different units."""
         sampler = self.sampling
         unit = checked_unit("Mechanism", self.unit or sampler.unit)
         object.__setattr__(self, "unit", unit)
@@ -390,7 +392,8 @@ class Mechanism:
             256 at epsilon 3, a multiplier of 0.59 where "rdp" needs 0.65.
 
         Returns:
-          A new mechanism, about 1e-4 below ``epsilon``; ``target.method`` names the accountant.
+          A new mechanism whose cost is at most ``epsilon``, and within about 1e-4 of it (relative).
+          ``target.method`` names the accountant.
 
         Example:
           >>> from dpjax import clipping, sampling

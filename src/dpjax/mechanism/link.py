@@ -42,9 +42,8 @@ def private(mechanism: Described, key: Key | None) -> optax.GradientTransformati
         sampler = mechanism.sampling
         if sampler.most_rows is not None:  # the sampler draws persons, who may own several rows
             mask = _drawn_units(mask, trees.leading_size(updates), sampler)
-        # Without a mask, the padding of a draw counts as examples. `mask=True` is for gradients
-        # without padding. As many gradients as the capacity come from a padded draw, so it is
-        # refused for them.
+        # Without a mask, padding is counted as examples. `mask=True` states that no gradient is
+        # padding. As many gradients as the capacity are a padded draw, so it is refused for them.
         full = mask is True and trees.leading_size(updates) == sampler.capacity
         if sampler.padded and (mask is None or full):
             raise ValueError(
@@ -123,7 +122,7 @@ def private_mean(
       in_parts: Whether a mesh splits the leaves, and each device draws its part of the noise.
     """
     beyond = step >= mechanism.steps
-    if not trees.traced(beyond) and beyond:
+    if not trees.traced(beyond) and beyond:  # a traced step beyond the plan becomes NaN below
         raise ValueError(
             f"Mechanism: step {int(step) + 1} of {mechanism.steps} planned steps. Plan more steps."
         )
@@ -138,8 +137,8 @@ def private_mean(
         lost=lost,
         in_parts=in_parts,
     )
-    # The divisor is the expected batch size, a public constant; the drawn size is private.
-    # A compiled step cannot raise, so a step beyond the plan fails closed and releases NaN.
+    # The divisor is the expected batch size, a public constant; the drawn size is private. A
+    # compiled step cannot raise, so a step beyond the plan fails closed and releases NaN.
     factor = jnp.where(step < mechanism.steps, 1 / mechanism.batch_size, jnp.nan)
     mean = jax.tree.map(lambda x: x * factor.astype(x.dtype), noisy)
     if mechanism.adaptive is None:

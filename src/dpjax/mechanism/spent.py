@@ -64,14 +64,15 @@ class Spent:
         multipliers = [checks.not_negative(call, "runs", z, hint) for z, _ in self.runs]
         counts = [checks.whole(call, "runs", n, hint, least=0) for _, n in self.runs]
         pairs = zip(multipliers, counts, strict=True)
-        # `dpjax.verify` refuses a pair of 0 steps on a card.
+        # Pairs of 0 steps are left out, because `dpjax.verify` refuses them on a card.
         runs = tuple((multiplier, count) for multiplier, count in pairs if count)
+        # The class is frozen, so checked values replace those given by `object.__setattr__`.
         object.__setattr__(self, "runs", runs)
         object.__setattr__(self, "preparation", checked_queries(call, self.preparation))
         checked_unit(call, self.unit)
         if self.noise is not None:
             check_run(f"{call}(noise={self.noise.name})", self.noise, self.sampling, self.steps)
-        object.__setattr__(self, "supplied", bool(self.supplied))  # a ledger's is an array
+        object.__setattr__(self, "supplied", bool(self.supplied))  # a ledger has an array
 
     @classmethod
     def of_run(

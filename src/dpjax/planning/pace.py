@@ -16,15 +16,18 @@ from dpjax.mechanism import Mechanism
 from dpjax.types import PyTree
 
 DRIFT = 0.6
-"""Chosen on development tasks, before any held-out task of `experiments.nothing_to_tune` ran."""
+"""The default of ``drift``, the deviation by which noise moves a parameter in a whole run.
+
+It was chosen on development tasks, before any held-out task of `experiments.nothing_to_tune` ran.
+"""
 
 
 class PacedState(NamedTuple):
-    """The first moment of the private mean, the mean second moment of each leaf, and the step."""
+    """The number of steps so far, and the moments of private means without bias correction."""
 
     step: Int[Array, ""]
-    first: PyTree
-    second: PyTree
+    first: PyTree  # like the parameters
+    second: PyTree  # a scalar for each leaf, the mean over its entries
 
 
 def paced(
@@ -36,7 +39,7 @@ def paced(
     and $\hat v_t$ the mean of its second moments over a leaf, both without bias. The divisor is at
     least the deviation of the noise, so the noise of a step is at most the rate. Rates that fall
     from $\rho \sqrt{3 / T}$ to 0 over $T$ steps then move a parameter by noise of a standard
-    deviation of at most about $\rho$ in the whole run:
+    deviation of at most about $\rho$ in the whole run, as $\sum_t (1 - t / T)^2 \approx T / 3$:
 
     $$ \theta_{t+1} = \theta_t - \rho \sqrt{3 / T}\, (1 - t / T)\, \hat m_t
        \big/ \sqrt{\max(\hat v_t, \sigma^2)} $$
@@ -78,7 +81,7 @@ def paced(
 
     def init(params: PyTree) -> PacedState:
         zeros = trees.zeros_wide(params)  # in the dtype of private means
-        zero_of_leaf = jax.tree.map(jnp.mean, zeros)
+        zero_of_leaf = jax.tree.map(jnp.mean, zeros)  # a scalar 0 of the same dtype
         return PacedState(jnp.zeros((), jnp.int32), first=zeros, second=zero_of_leaf)
 
     def update(
@@ -94,14 +97,14 @@ def paced(
         deviations = jnp.stack(mechanism.deviations_on_mean(state.step)) * bound_scale
         variance = jnp.square(jnp.max(deviations))
         first = optax.tree_utils.tree_update_moment(updates, state.first, b1, 1)
-        # The second moment is one number for each leaf. It is squared here, so both moments are
-        # updated by order 1.
+        # The second moment is one number for each leaf, the mean of its squares. It is updated by
+        # order 1, because the entries are squared here.
         squares = jax.tree.map(lambda g: jnp.mean(jnp.square(g)), updates)
         second = optax.tree_utils.tree_update_moment(squares, state.second, b2, 1)
         step = state.step + 1
         rate = first_rate * (1 - state.step / steps)
 
-        def moved(m: Float[Array, "..."], v: Float[Array, ""]) -> Float[Array, "..."]:
+        def update_of_leaf(m: Float[Array, "..."], v: Float[Array, ""]) -> Float[Array, "..."]:
             m_hat = m / (1 - b1**step)
             v_hat = v / (1 - b2**step)
             floored = jnp.maximum(v_hat, variance.astype(v.dtype))
@@ -109,7 +112,7 @@ def paced(
             direction = m_hat / jnp.sqrt(jnp.where(floored > 0, floored, 1))
             return (-rate * direction).astype(m.dtype)
 
-        updates = jax.tree.map(moved, first, second)
+        updates = jax.tree.map(update_of_leaf, first, second)
         return updates, PacedState(step, first, second)
 
     return optax.GradientTransformationExtraArgs(init, update)

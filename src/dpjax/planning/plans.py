@@ -93,7 +93,7 @@ def plan(
     size = size_for(count, epsilon, delta, most_examples)
     uncalibrated = Mechanism(
         sampling=sampling.poisson(count, size.batch),
-        clipping=clipping.automatic(1.0),
+        clipping=clipping.automatic(bound=1.0),
         noise_multiplier=1.0,  # any positive number, which `calibrate` scales
         steps=size.steps,
     )
@@ -150,20 +150,20 @@ def speed_of(params: PyTree) -> float:
     """Examples a second of a dense layer with as many parameters, measured on this machine."""
     parameters = sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(params))
     width = max(1, math.isqrt(parameters))
-    rows = 1024
+    batch_size = 1024
 
     @jax.jit
     def both_passes(x: Any, w: Any) -> Any:
-        """The output, and with it as a cotangent the derivatives of parameters and inputs."""
+        """The derivatives by parameters and by inputs, with y as its own cotangent."""
         y = x @ w
         return x.T @ y, y @ w.T
 
-    arrays = jnp.ones((rows, width)), jnp.ones((width, width))
+    arrays = jnp.ones((batch_size, width)), jnp.ones((width, width))
     jax.block_until_ready(both_passes(*arrays))  # compiles
     began = time.perf_counter()
     jax.block_until_ready(both_passes(*arrays))
     seconds = time.perf_counter() - began
-    # Sampling, norms and the noise take as long as the products again.
-    speed = rows / (2 * seconds)
+    # Sampling, norms and the noise take about as long as these products, so the time doubles.
+    speed = batch_size / (2 * seconds)
     logging.info("plan: %g examples a second of %d parameters.", speed, parameters)
     return speed

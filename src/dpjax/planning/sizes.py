@@ -114,8 +114,8 @@ def other_sizes(examples: int, epsilon: float, delta: float, most: float = math.
     for factor in (0.5, 1, 2, 4, 8):
         batch = planned.batch * factor
         steps = planned.steps
-        # If `size_for` took fewer steps than usual to save time, more time goes into both: steps,
-        # up to the usual number, and batches.
+        # If `size_for` took fewer steps than usual to save time, more time goes into both: steps
+        # grow by the root of the factor, up to the usual number, and batches by the rest of it.
         if planned.steps < STEPS and factor > 1:
             steps = min(STEPS, round(planned.steps * factor**0.5))
             batch = planned.examples * factor / steps
