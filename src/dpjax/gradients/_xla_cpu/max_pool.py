@@ -25,7 +25,7 @@ _LARGEST = 64
 
 
 def pool_max(parameters: dict[str, Any], x: Array) -> Array:
-    """The largest entry of each window."""
+    """The largest entry of each window; unusual windows are left to XLA."""
 
     def as_written(x: Array) -> Array:
         return jax.lax.reduce_window_max_p.bind(x, **parameters)
@@ -70,6 +70,7 @@ def _input_cotangent(
     edges = [(low, high, 0) for low, high in parameters["padding"]]
 
     def pad(x: Array) -> Array:
+        # A padding of -inf never exceeds the entries of a window.
         return jax.lax.pad(x, jnp.asarray(-jnp.inf, x.dtype), edges)
 
     padded, pull_back = jax.vjp(pad, x)
