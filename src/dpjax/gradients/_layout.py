@@ -239,8 +239,8 @@ def bytes_per_example(loss: Traced, params: PyTree, example: PyTree, engine: str
     if engine != "ghost":
         # All values, their cotangents, scaled copies of both, and two gradients of every leaf.
         return 4 * stored + 2 * _bytes(leaves)
-    # A materialised leaf has a gradient for one example. For another leaf the engine writes the
-    # numbers from which it computes the norm: `foresee` counts them for the rule that it chooses.
+    # The engine forms one example's gradient of a materialised leaf. For another leaf it writes the
+    # numbers from which it computes the norm: `foresee` counts them for the rule of that leaf.
     traced = loss.program(params, example)
     numbers = sum(leaves[i].size for i in traced.materialised)
     for i, leaf in enumerate(leaves):

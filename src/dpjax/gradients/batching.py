@@ -68,10 +68,10 @@ class Layout(NamedTuple):
         """The sum of each share of a draw, stacked along a new axis; `join` adds them.
 
         ``add(state, rows, mask, total) -> total`` adds a microbatch, ``size`` rows of the data, to
-        a total, which begins as ``zero``. ``state`` holds the other arrays that ``add`` reads.
-        They are no closure, because ``add`` may run on several devices. Indices and mask have the
-        shape ``[size]``, or, if people are drawn, ``[size, rows of a person]``. ``settle`` maps the
-        total after each block of microbatches to the one that is continued.
+        a total, which begins as ``zero``. ``state`` holds the other arrays that ``add`` reads;
+        it must not close over them, because it may run on several devices. Indices and mask have
+        the shape ``[size]``, or, if people are drawn, ``[size, rows of a person]``. ``settle`` maps
+        the total after each block of microbatches to the one that is continued.
         """
         size = self.microbatch_size
         block = None
@@ -94,7 +94,7 @@ class Layout(NamedTuple):
     def on_each(
         self, run: Callable[..., PyTree], split: Collection[int] = ()
     ) -> Callable[..., PyTree]:
-        """From ``run(number of the share, *arguments)`` to a function of the arguments.
+        """A function of the arguments: for each share, ``run(number of the share, *arguments)``.
 
         The results of all shares are stacked along a new leading axis. The arguments whose numbers
         are in ``split`` are split along their leading axis, and each share receives its part of

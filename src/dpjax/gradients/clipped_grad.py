@@ -45,7 +45,7 @@ def clipped_grad(
       loss: ``loss(params, example) -> scalar``, a pure function of *one* example: the leaves
         of ``batch`` without their leading axis. With ``frozen``: ``loss(params, example, frozen)``.
       rule: A `dpjax.clipping` rule.
-      engine: It, ``microbatch_size`` and ``devices`` change only the speed. ``"ghost"``, also
+      engine: Like ``microbatch_size`` and ``devices``, it changes only the speed. ``"ghost"``, also
         ``"auto"``: book-keeping, without per-example gradients. ``"scan"``: per-example gradients,
         vectorised in microbatches. ``"vmap"``: the same, with the whole batch as one by default.
       microbatch_size: The number of examples that are differentiated together, at most 1,024; by
@@ -104,7 +104,7 @@ def clipped_grad(
     ) -> ClippedSum:
         params = _with_arrays(params)
         trees.check_params("clipped_grad", params)
-        params = jax.tree.map(jnp.asarray, params)  # from NumPy, after the check of all leaves
+        params = jax.tree.map(jnp.asarray, params)  # the check has refused what is not an array
         batch = arrays(batch, "clipped_grad: batch")
         size = trees.leading_size(batch)
         # A `jax.shard_map` with check_vma=True sums gradients over devices before they are clipped,

@@ -45,8 +45,8 @@ def isolated(engine: Engine, harmless: Harmless = lambda *_: 0) -> Engine:
         # A loss with no convolution, or with harmless ones only, runs as it is.
         if not _differentiates_kernels(loss, params, trees.one_row(rows.batch), harmless):
             return run(params, rows, start)
-        # XLA partitions exactly these convolutions wrongly, with or without NaN, so they refuse a
-        # sharded batch.
+        # XLA partitions exactly these convolutions wrongly, with or without NaN: a sharded batch is
+        # refused.
         _refuse_split(rows.batch)
         # No convolution of a microbatch of one example has another example in its groups.
         one_by_one = partial(laid_out(run, Layout(1)), params, rows, start)
@@ -55,8 +55,8 @@ def isolated(engine: Engine, harmless: Harmless = lambda *_: 0) -> Engine:
         together = run(params, rows, start)
         if _platforms.on_cpu():
             return together
-        # XLA for other platforms may mix others, which was not tested. A NaN may have spread there,
-        # so a batch with a non-finite norm is computed again, one example at a time.
+        # XLA for other platforms was not tested, and may mix examples here too. A NaN may then have
+        # spread, so a batch with a non-finite norm is computed again, one example at a time.
         broken = ~jnp.all(jnp.isfinite(together.norms))
         return jax.lax.cond(broken, one_by_one, lambda: together)
 
