@@ -219,7 +219,7 @@ def bytes_per_example(loss: Traced, params: PyTree, example: PyTree, engine: str
     """An estimate of the memory for one example that is differentiated in a microbatch.
 
     It adds up the values that depend on the example, and its gradients. The engine "ghost" is the
-    book-keeping engine, which forms gradients of one example only for materialised leaves.
+    book-keeping engine.
     """
     program = jax.make_jaxpr(loss)(params, example).jaxpr
     leaves = jax.tree.leaves(params)

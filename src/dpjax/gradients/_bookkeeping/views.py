@@ -170,9 +170,9 @@ def _rounded(x: Array, narrow: Array) -> Array:
 def _rearranged(name: str, views: Sequence[View], output: Any) -> View | None:
     """The only trained view, if the result has its entries in another order; None otherwise.
 
-    The entries may be negated, and constants may be added. Then a gradient by the result is a
-    gradient by the view in that order, with the same norm. The view must itself be a rearrangement
-    of its leaf (`View.isometry`).
+    The entries may be negated, and constants may be added: gradients by the result and by the view
+    still have the same norm. The view must itself be a rearrangement of its leaf
+    (`View.isometry`).
     """
     trained = [view for view in views if view.leaves]
     if len(trained) != 1 or not trained[0].isometry:
