@@ -59,10 +59,10 @@ def _described(program: Program, params: PyTree) -> str:
         elif not sites:
             rows.append((name, "not used"))
         else:
-            # The engine makes the same choice, because it depends on shapes only.
+            # The rule by which the engine computes the norms of leaf i, and its cost. A run makes
+            # the same choice, because the choice depends on shapes only.
             choice = foresee(leaves[i], sites, i)
-            # The rule for the norms may keep per-example gradients for the sum. The operations are
-            # the multiplications for one example.
+            # "kept": the clipped sum reads the per-example gradients that the norms were taken of.
             rule = f"{choice.rule}, kept" if choice.keep else choice.rule
             rows.append((name, _uses(sites), rule, f"{choice.operations:,}"))
     return _aligned(rows)
@@ -75,7 +75,7 @@ def _uses(sites: Sequence[Site]) -> str:
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
-    """Rows as lines with columns of equal width.
+    """The rows as lines, in which each column is as wide as its widest entry.
 
     A row has four entries, the last one a number. The row of a leaf that is materialised, or not
     used, has two: its name and a text that takes the other columns.
@@ -86,9 +86,9 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
             widths[column] = max(widths[column], len(entry))
     lines = []
     for *before_last, last in rows:
-        # Not strict: a row of two entries has one before the last, and there are three widths.
+        # Not strict: a row of two entries has one before the last, and needs only the first width.
         padded = [entry.ljust(width) for entry, width in zip(before_last, widths, strict=False)]
         if len(padded) == len(widths):
-            last = last.rjust(9)  # numbers to the right, in the 9 characters of 1,000,000
+            last = last.rjust(9)  # the width of 1,000,000; numbers are aligned on the right
         lines.append("  ".join([*padded, last]))
     return "\n".join(lines)

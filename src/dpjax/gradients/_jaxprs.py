@@ -44,8 +44,8 @@ def evaluate(
 ) -> list[Any]:
     """Evaluates a program, equation after equation, and returns its outputs.
 
-    With another rule than `bind`, values may be anything, such as flags. ``literal`` makes a value
-    of a number that stands in the program itself.
+    With another rule than `bind`, values may be anything, such as flags. ``literal`` makes such a
+    value of each number that stands in the program itself.
     """
     values: dict[Any, Any] = dict(zip(program.constvars, constants, strict=True))
     values.update(zip(program.invars, arguments, strict=True))
@@ -57,7 +57,7 @@ def evaluate(
 
     for equation in program.eqns:
         outputs = rule(equation, list(map(read, equation.invars)))
-        # Values that no later equation reads stay: dropping them takes a pass for last uses.
+        # Values stay after their last use, because finding that use takes a pass of its own.
         values.update(zip(equation.outvars, outputs, strict=True))
     return list(map(read, program.outvars))
 

@@ -79,19 +79,22 @@ def _layout(request: Request, loss: Traced, params: PyTree, example: PyTree) -> 
     """As `layout`, for the platform that the program is traced for.
 
     The batch is split into *shares*, one for each index along ``axes`` of the mesh. Each share runs
-    in microbatches of ``size`` examples. Examples *in flight* are differentiated at the same time.
+    in microbatches of ``size`` examples. Examples *in flight* are differentiated at the same time,
+    at most `MOST` in a microbatch.
     """
     batch_size, engine, microbatch_size, devices = request
     if batch_size == 0:
         return Layout(1)  # a microbatch has at least one example
+    # A mesh is for its own platform; a number of devices leaves the platform as it is.
     with _platforms.traced_for(_platforms.of(devices)):
         in_flight = microbatch_size or _in_flight(loss, params, example, batch_size, engine)
         in_flight = min(in_flight, MOST)
-        mesh = _mesh(devices, microbatches=-(-batch_size // in_flight))
+        microbatches = -(-batch_size // in_flight)  # rounded up
+        mesh = _mesh(devices, microbatches)
         axes = () if mesh is None else mesh.axis_names
         if mesh is not None and meshes.MODEL in axes:
-            # The gradient also holds convolutions of derivatives that users wrote: with any, the
-            # axis of the parameters splits the batch as well.
+            # With some primitives, the axis of the parameters has to split the batch as well. They
+            # are looked for in the gradient, which also holds derivatives that users wrote.
             axes = _batch_axes(mesh, loss.gradient(params, example))
         # The number of shares depends on mesh and axes only; 1 stands for any microbatch size.
         shares = Layout(1, mesh, axes).shares
@@ -118,14 +121,14 @@ def run_laid_out(
 ) -> ClippedSum:
     """Runs ``engine_of(key)((params, frozen), rows, start)`` in the layout that fits.
 
-    Committed arrays move to the devices of the request. If it has none, these arrays decide the
-    devices: JAX refuses to compute with them on others.
+    Arrays that are committed to devices move to the mesh of the request, or to its several devices.
+    Otherwise these arrays decide the devices: JAX refuses to compute with them on others.
     """
     devices = request.devices
     example = trees.one_row(rows.batch)
     # The arguments of `run` below, in their order.
     arguments = {"params": params, "batch": rows, "key": key, "start": start, "frozen": frozen}
-    # The mesh of the request; None if it asks for one device, or leaves the choice to the layout.
+    # The mesh of the request; None for one device, or if it leaves the choice to the layout.
     mesh = meshes.automatic(devices) if isinstance(devices, Mesh) else meshes.of_host(devices or 1)
     if mesh is not None:
         arguments = {name: meshes.gathered(tree, mesh) for name, tree in arguments.items()}
@@ -136,9 +139,9 @@ def run_laid_out(
         with_frozen = loss.with_frozen(frozen)
         chosen = _layout(request, with_frozen, params, example)
         if chosen.mesh and committed_to and committed_to != tuple(chosen.mesh.devices.flat):
-            # The mesh was not the user's, and the arrays are on other devices. A request for n
-            # devices is for the first n: for theirs, if the arrays are on just these. Otherwise
-            # one share runs without a mesh, wherever the arrays are.
+            # The request named no devices: the arrays were moved to named ones above. If the arrays
+            # are on the first n devices, the layout is chosen again for n devices, which are these.
+            # Otherwise one share runs without a mesh, on the devices of the arrays.
             are_first = committed_to == tuple(jax.local_devices()[: len(committed_to)])
             on_their_devices = request._replace(devices=len(committed_to) if are_first else 1)
             chosen = _layout(on_their_devices, with_frozen, params, example)
@@ -215,15 +218,17 @@ def _trains_kernels(loss: Traced, params: PyTree, example: PyTree) -> bool:
 def bytes_per_example(loss: Traced, params: PyTree, example: PyTree, engine: str) -> int:
     """An estimate of the memory for one example that is differentiated in a microbatch.
 
-    It adds up the values that depend on the example, and its gradients.
+    It adds up the values that depend on the example, and its gradients. The engine "ghost" is the
+    book-keeping engine.
     """
     program = jax.make_jaxpr(loss)(params, example).jaxpr
     leaves = jax.tree.leaves(params)
-    varies = [i >= len(leaves) for i in range(len(program.invars))]  # the example's inputs
+    # The inputs are the leaves of the parameters, then the leaves of the example, which vary.
+    varies = [i >= len(leaves) for i in range(len(program.invars))]
 
     def bytes_written(equation: JaxprEqn, inputs_vary: list[bool]) -> int:
-        # The bytes of an equation's outputs; 0 if they are fused, or the same for all examples. XLA
-        # fuses most equations of the book-keeping engine; `writes` marks the other primitives.
+        """The bytes of an equation's outputs; 0 if they are fused, or the same for all examples."""
+        # XLA fuses most equations of the book-keeping engine; `writes` marks the other primitives.
         # Other engines store all values.
         is_fused = engine == "ghost" and not known(equation.primitive.name).writes
         if is_fused or not any(inputs_vary):
@@ -234,8 +239,8 @@ def bytes_per_example(loss: Traced, params: PyTree, example: PyTree, engine: str
     if engine != "ghost":
         # All values, their cotangents, scaled copies of both, and two gradients of every leaf.
         return 4 * stored + 2 * _bytes(leaves)
-    # The book-keeping engine forms one example's gradient of each materialised leaf. For the other
-    # leaves it writes the numbers from which their rule, that `foresee` finds, takes the norm.
+    # The engine forms one example's gradient of a materialised leaf. For another leaf it writes the
+    # numbers from which it computes the norm: `foresee` counts them for the rule of that leaf.
     traced = loss.program(params, example)
     numbers = sum(leaves[i].size for i in traced.materialised)
     for i, leaf in enumerate(leaves):
@@ -279,10 +284,10 @@ def _total(
         # A scan runs its body as many times as its length. Under vmap a `cond` runs all branches.
         rounds = equation.params.get("length", 1)
         for inner_program in inner:
-            # An inner program may take only the last inputs of the equation, as a branch of a
-            # `cond` does, or constants before them. So its flags are the last ones, after False.
+            # Inputs are matched from the last one. A branch of a `cond` takes all but the first;
+            # other programs may take constants, which do not vary, before the equation's inputs.
             padded = [False] * len(inner_program.invars) + inputs_vary
-            inner_varies = padded[len(inputs_vary) :]  # as many as the inner program has inputs
+            inner_varies = padded[len(inputs_vary) :]  # the last: one for each input of the program
             total += rounds * _total(inner_program, inner_varies, bytes_of)
         return [any(inputs_vary)] * len(equation.outvars)
 

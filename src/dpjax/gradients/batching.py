@@ -2,7 +2,8 @@
 """Batching: microbatches and devices.
 
 A batch is split into *shares*, one for each device or group of devices. A share is split into
-*microbatches*, which run one after the other.
+*microbatches*, which run one after the other. A *draw* is a batch by indices: it has the indices
+of the data's rows that take part in a step, and a mask that is False for padding.
 
 A float32 sum of a million examples rounds the term of one example by more than the margin of the
 noise. So the sum of a *block* of examples is plain, and blocks are added with compensation.
@@ -64,10 +65,12 @@ class Layout(NamedTuple):
         state: S,
         settle: Callable[[T], T] | None = None,
     ) -> T:
-        """The sums of all shares of a draw, stacked; noise is added after they are joined.
+        """The sum of each share of a draw, stacked along a new axis; `join` adds them.
 
         ``add(state, rows, mask, total) -> total`` adds a microbatch, ``size`` rows of the data, to
-        a total, which begins as ``zero``. ``state`` holds the arrays that it reads. ``settle`` maps
+        a total, which begins as ``zero``. ``state`` holds the other arrays that ``add`` reads;
+        it must not close over them, because it may run on several devices. Indices and mask have
+        the shape ``[size]``, or, if people are drawn, ``[size, rows of a person]``. ``settle`` maps
         the total after each block of microbatches to the one that is continued.
         """
         size = self.microbatch_size
@@ -91,7 +94,7 @@ class Layout(NamedTuple):
     def on_each(
         self, run: Callable[..., PyTree], split: Collection[int] = ()
     ) -> Callable[..., PyTree]:
-        """From ``run(number of the share, *arguments)`` to a function of the arguments.
+        """A function of the arguments: for each share, ``run(number of the share, *arguments)``.
 
         The results of all shares are stacked along a new leading axis. The arguments whose numbers
         are in ``split`` are split along their leading axis, and each share receives its part of
@@ -117,7 +120,7 @@ class Layout(NamedTuple):
     def join(
         self, totals: Total, more: T, reach: Sequence[float]
     ) -> tuple[PyTree, PyTree | None, T]:
-        """The sum of all shares, its rounding error, and the sums of ``more``.
+        """The sum of all shares, its rounding error, and the sums of ``more``, other arrays.
 
         Totals and ``more`` have a leading axis for the shares, as `on_each` gives them. Devices
         meet only here in a step. ``reach`` has a number for each leaf, which no coordinate of its
@@ -184,8 +187,8 @@ def _joined(
 ) -> tuple[PyTree, PyTree | None, T]:
     """`Layout.join` on one device: its own share, added to the shares of all other devices.
 
-    Returns the sum, its rounding error, and the sum of ``more``. No coordinate of the sum of leaf
-    number i exceeds ``reach[i]``.
+    Returns the sum, its rounding error, and the sums of ``more``, other arrays of each share. No
+    coordinate of the sum of leaf number i exceeds ``reach[i]``.
     """
     value = total.block
     error = None
@@ -249,24 +252,26 @@ def laid_out(engine: BoundEngine, layout: Layout) -> BoundEngine:
 def _in_turn(
     engine: BoundEngine, layout: Layout, model: PyTree, rows: Rows, start: PyTree
 ) -> ClippedSum:
-    """One microbatch after the other, in one compiled loop; the last one is padded.
+    """One microbatch after the other, in one compiled loop; the last ones are padded.
 
     The loop is in two levels, over blocks and over the microbatches of a block, because the sums of
-    blocks are added with compensation. All rows have the leading axes ``[blocks, microbatches,
-    size]`` in it.
+    blocks are added with compensation. It runs over rows with the leading axes ``[blocks,
+    microbatches of a block, size]``.
     """
     count = rows.mask.shape[0]
     size = layout.microbatch_size
     if count <= size:
         return engine(model, rows, start)  # a single microbatch needs neither loop nor padding
-    # Blocks of equal length: at most one microbatch in each is padding.
+    # All divisions are rounded up. The blocks have the same length, the least that suffices, so
+    # each has at most one microbatch of padding.
     microbatches = -(-count // size)
     blocks = -(-microbatches // layout.microbatches_in_block)
-    shape = (blocks, -(-microbatches // blocks), size)
+    block_length = -(-microbatches // blocks)
+    shape = (blocks, block_length, size)
 
     def add(block: PyTree, microbatch: Rows) -> tuple[PyTree, ClippedSum]:
         clipped = engine(model, microbatch, block)
-        # The scan carries the sum, and stacks the results of the rows, such as their losses.
+        # The scan carries the sum, and stacks the other results: one for each row, as its loss.
         return clipped.value, clipped._replace(value=None)
 
     def add_block(total: Total, microbatches: Rows) -> tuple[Total, ClippedSum]:
@@ -304,9 +309,9 @@ def _on_devices(
     count = rows.mask.shape[0]
     # Masked rows make the shares equal; shard_map needs an even split.
     padded = _padded(rows, -(-count // layout.shares) * layout.shares)
-    # Only argument number 1, the rows, is split.
+    # Only argument number 1, the rows, is split. Results have a leading axis of shares.
     shares = layout.on_each(sum_of_share, split={1})(model, padded, zeros)
-    value = jax.tree.map(lambda first, x: first + jnp.sum(x, axis=0), start, shares.value)
+    value = jax.tree.map(lambda x, sums: x + jnp.sum(sums, axis=0), start, shares.value)
     of_rows = shares._replace(value=None)
     # From [shares, rows of a share, ...] to [rows, ...], without the padding.
     of_rows = jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2)[:count], of_rows)

@@ -45,7 +45,7 @@ def clipped_grad(
       loss: ``loss(params, example) -> scalar``, a pure function of *one* example: the leaves
         of ``batch`` without their leading axis. With ``frozen``: ``loss(params, example, frozen)``.
       rule: A `dpjax.clipping` rule.
-      engine: It, ``microbatch_size`` and ``devices`` change only the speed. ``"ghost"``, also
+      engine: Like ``microbatch_size`` and ``devices``, it changes only the speed. ``"ghost"``, also
         ``"auto"``: book-keeping, without per-example gradients. ``"scan"``: per-example gradients,
         vectorised in microbatches. ``"vmap"``: the same, with the whole batch as one by default.
       microbatch_size: The number of examples that are differentiated together, at most 1,024; by
@@ -104,7 +104,7 @@ def clipped_grad(
     ) -> ClippedSum:
         params = _with_arrays(params)
         trees.check_params("clipped_grad", params)
-        params = jax.tree.map(jnp.asarray, params)
+        params = jax.tree.map(jnp.asarray, params)  # the check has refused what is not an array
         batch = arrays(batch, "clipped_grad: batch")
         size = trees.leading_size(batch)
         # A `jax.shard_map` with check_vma=True sums gradients over devices before they are clipped,
@@ -112,11 +112,11 @@ def clipped_grad(
         meshes.refuse_tracking("clipped_grad")
         meshes.refuse_explicit("clipped_grad", "data", batch)
         meshes.refuse_explicit("clipped_grad", "parameters", params)
-        # Rows without the mask are padding. It is checked before the loss runs, because its error
-        # for the mask of persons is clearer.
+        # `real` is False for padding. The mask is checked before the loss runs, because its error
+        # for a mask [batch, rows of a person] is clearer.
         real = real_rows("clipped_grad", mask, size)
         traced = Traced(loss, has_aux)
-        # `check` raises; only training reads the constants of the loss that it returns.
+        # `check` is called for its errors. It also returns the loss's constants, for training.
         traced.with_frozen(frozen).check(params, trees.one_row(batch), "clipped_grad")
         # Every engine returns zeros for no examples, so the simplest one runs.
         name = "vmap" if size == 0 else engine
@@ -125,6 +125,7 @@ def clipped_grad(
         if name == "vmap":
             examples_together = microbatch_size or size
         request = Request(size, name, examples_together, devices)
+        # The size of the partition is the number of groups of leaves.
         rows = Rows(batch, real, _limited_weights(weights, size, rule.partition.size))
         start_value = _start_value(start, rule, params)
 

@@ -4,7 +4,7 @@
 `jax.vmap` turns a convolution whose two operands both differ from example to example into a grouped
 convolution. XLA on CPU (jaxlib 0.10.2) compiles some with explicit zeros between the groups, and
 0 * NaN is NaN: one example moves the sum by many bounds. A loss, a client's optimizer or a weight
-may hide the NaN, so the program decides, before numbers.
+may hide the NaN, so on a CPU the jaxpr decides and not the values.
 
 If a batch is sharded over several devices, XLA partitions such a convolution wrongly for finite
 numbers too: the error is as large as the gradient, without a warning. `_refuse_split` refuses it.
@@ -45,17 +45,18 @@ def isolated(engine: Engine, harmless: Harmless = lambda *_: 0) -> Engine:
         # A loss with no convolution, or with harmless ones only, runs as it is.
         if not _differentiates_kernels(loss, params, trees.one_row(rows.batch), harmless):
             return run(params, rows, start)
-        # XLA partitions exactly these convolutions wrongly, with or without NaN.
+        # XLA partitions exactly these convolutions wrongly, with or without NaN: a sharded batch is
+        # refused.
         _refuse_split(rows.batch)
         # No convolution of a microbatch of one example has another example in its groups.
         one_by_one = partial(laid_out(run, Layout(1)), params, rows, start)
         if _grouped_by_rows(lambda rows: run(params, rows, start), rows):
-            return one_by_one()  # XLA on CPU is known to mix these examples
+            return one_by_one()  # XLA on CPU mixes these examples, and other platforms may
         together = run(params, rows, start)
         if _platforms.on_cpu():
             return together
-        # Compilers for other platforms were not tested. A non-finite norm may have spread there, so
-        # a batch with one is computed again, one by one.
+        # XLA for other platforms was not tested, and may mix examples here too. A NaN may then have
+        # spread, so a batch with a non-finite norm is computed again, one example at a time.
         broken = ~jnp.all(jnp.isfinite(together.norms))
         return jax.lax.cond(broken, one_by_one, lambda: together)
 

@@ -64,7 +64,8 @@ class Traced:
 
         These are the arrays that the loss closes over, which may be private data by mistake.
         """
-        # A collection of Flax is a dictionary; a leaf of that name is a parameter like others.
+        # Flax keeps batch statistics in a dictionary of this name, so the path to a leaf has it
+        # before the end. A leaf of this name is a parameter like others.
         if any("batch_stats" in leaf.split("/")[:-1] for leaf in trees.leaf_names(params)):
             raise ValueError(
                 f"{name}: the parameters hold 'batch_stats', which mix the examples of a batch. "

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Traces a loss and finds where its parameters meet the data: views and sites (`sites`).
 
-The program is walked equation by equation. An equation of parameters only gives `views`; one in
-which a view meets the data is recorded as a site (`taps`), in a `Book`; any other use of a leaf
-*materialises* it: JAX then differentiates by the leaf, for each example.
+The program is walked equation by equation. A *view* is a value that depends on parameters only; an
+equation of views gives `views`. An equation in which a view meets the data is a *site*: `tapped`
+records it in a `Book`. Any other use of a leaf *materialises* it: JAX then differentiates by the
+leaf, for each example. `plain` takes the values of views; with a book, it materialises their
+leaves.
 """
 
 from __future__ import annotations
@@ -96,19 +98,22 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
     if name == _CHECKPOINT:
         return _checkpointed(equation, inputs, book)
     if name == "dynamic_slice" and _takes_a_row(equation, inputs):
-        table_and_index = inputs[:2]  # the row is whole, so starts along further axes are 0
+        # A gather has a rule. The row is whole, so the starts along further axes are 0.
+        table_and_index = inputs[:2]
         gather = jax.make_jaxpr(_row)(*plain(table_and_index))
         return _walk(gather.jaxpr, gather.consts, table_and_index, book)
-    # A product of two views is a site as well if one of them has far more parameters.
+    # A product of two views is a site as well if one of them has far more parameters: then only
+    # the few parameters of the other are differentiated for each example.
     large = _large_operand(equation, inputs, book)
     if large is not None:
         return _with_large_operand(equation, inputs, large, book)
     if all(isinstance(x, View) for x in inputs):
         return derived(equation, inputs, book)
-    # The data are among the inputs: a trained view is used here.
+    # Some inputs depend on the data. Trained views among the others meet them here.
     trained = [i for i, x in enumerate(inputs) if isinstance(x, View) and x.leaves]
     if trained:
-        # In another order, as `(x @ a) @ b` for `x @ (a @ b)`, the data may meet leaves themselves.
+        # In another order, as `(x @ a) @ b` for `x @ (a @ b)`, the data may meet the leaves and not
+        # a product of them.
         better = rewritten(equation, inputs)
         if better is not None:
             function, arguments = better
@@ -118,12 +123,12 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
             # Most large models have their layers in a scan. A while loop or a conditional instead
             # materialises the leaves that enter it.
             return scan_sites(equation, inputs, book, _walk)
-        # A linear primitive has one output. A site's is real, because no rule is for complex
-        # gradients. The first of several trained views is the operand that names the site.
+        # A site is linear in its trained views together, and has one output, which must be real: no
+        # rule handles complex gradients. `tapped` finds trained views after the first itself.
         linear = properties.linear(trained, len(inputs))
         if linear and is_a(jnp.floating, equation.outvars[0].aval):
             return [tapped(equation, inputs, trained[0], book)]
-    # Either no view is trained, or its use has no rule and `plain` materialises its leaves.
+    # Either no view is trained, or this use of one has no rule: `plain` materialises its leaves.
     return bind_fast(equation, plain(inputs, book, name))
 
 
@@ -147,7 +152,7 @@ def _checkpointed(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any
     def region() -> tuple[list[Any], list[tuple[Array, ...]]]:
         # Taps are in the order of all sites: the region's begin at the next one.
         inner = Book(book.materialised, book.next_taps())
-        inner.sizes = book.sizes
+        inner.sizes = book.sizes  # the number of entries of each leaf
         outputs = _walk(parameters["jaxpr"], (), inputs, inner)
         # Only arrays can leave a checkpoint as results: the book and the views leave in this list.
         walked[:] = inner, outputs
@@ -158,8 +163,8 @@ def _checkpointed(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any
         # The equation may have a flag for each input, and `jax.checkpoint` takes one for all.
         prevent_cse = any(prevent_cse)
     # Inputs and taps are closed over: the values that the region reads become its inputs.
-    again = jax.checkpoint(region, prevent_cse=prevent_cse, policy=parameters["policy"])
-    values, data = again()
+    checkpointed = jax.checkpoint(region, prevent_cse=prevent_cse, policy=parameters["policy"])
+    values, data = checkpointed()
     inner, outputs = walked
     for leaf, reason in inner.materialised.items():
         book.materialise([leaf], reason)
@@ -177,11 +182,11 @@ def _outside(output: Any, value: Array) -> Any:
 
 
 def _large_operand(equation: JaxprEqn, inputs: Sequence[Any], book: Book) -> int | None:
-    """Which operand of a product of views is large, if one is: 0, 1, or None.
+    """Which operand of a product of two views, 0 or 1, `_with_large_operand` should treat as large.
 
     A large operand has leaves with at least ``_FEW`` times the entries of the other operand's
     leaves, and of the product. An example is ``w`` in the kernel ``code @ w``, with a short vector
-    ``code``. None also stands for a product that `_with_large_operand` cannot or need not change.
+    ``code``. None: neither is large, or a site of the large one is not exact or not faster.
     """
     if equation.primitive.name != "dot_general" or not all(isinstance(x, View) for x in inputs):
         return None
@@ -189,12 +194,12 @@ def _large_operand(equation: JaxprEqn, inputs: Sequence[Any], book: Book) -> int
     small_size, large_size = sorted((left_size, right_size))
     large = int(right_size > left_size)
     output: Any = equation.outvars[0].aval
-    # The product is not linear in a leaf that both operands read.
+    # A site is linear in its leaves, and the product is not in a leaf of both operands.
     shared_leaves = inputs[0].leaves & inputs[1].leaves
-    # A site forms its gradient in float32, which differs from that of a narrower product.
+    # A site forms its gradient in float32, but the model rounds that of a narrower product.
     is_narrow = output.dtype.itemsize < 4
-    # Unless the view only rearranges a leaf, the norm of the leaf's gradient differs from that of
-    # the view's, and each example's gradient of the leaf is formed anyway.
+    # A site is faster if the view only rearranges its leaf, because their gradients then have one
+    # norm. Otherwise each example's gradient of the leaf is formed anyway.
     is_isometry = inputs[large].isometry
     # An operand of no leaves is a constant, and the product stays a view.
     if not small_size or shared_leaves or is_narrow or not is_isometry:

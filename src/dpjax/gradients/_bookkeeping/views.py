@@ -28,7 +28,10 @@ _DEEP = 100
 
 
 def derived(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
-    """The results of an equation of views: views, or values if their leaves are materialised."""
+    """The results of an equation of views: views, or values if their leaves are materialised.
+
+    Leaves are numbers of parameters: those by which the value of a view is differentiated.
+    """
     outputs = bind(equation, [view.value for view in views])
     if not outputs:  # an effect, such as a print
         return outputs
@@ -45,27 +48,29 @@ def derived(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
             return outputs
 
     recompute = _recomputation(equation, views, outputs, is_trained=bool(leaves))
-    # The view that the result only rearranges, if it does: such an equation has one output.
+    # The one trained view, if the result is a rearrangement of it. An equation that rearranges has
+    # one output.
     source = _rearranged(equation.primitive.name, views, outputs[0])
-    made = (equation, tuple(views)) if len(outputs) == 1 else None  # `rewrites` reads it
+    # `rewrites` reads how a value was made, if by an equation with no other result.
+    made = (equation, tuple(views)) if len(outputs) == 1 else None
     results = []
     for i, output in enumerate(outputs):
-        trained = leaves
+        result_leaves = leaves
         if not is_a(jnp.floating, output):
             # Integers have no gradient, even if they were computed from parameters.
-            trained = frozenset[int]()
+            result_leaves = frozenset[int]()
         constant, axes_of_leaves = structure(equation, views, output)
         view = View(
-            leaves=trained,
-            reads=union(view.reads for view in views),  # with leaves behind a stop_gradient
+            leaves=result_leaves,
+            reads=union(view.reads for view in views),  # also the leaves behind a stop_gradient
             of=functools.partial(_result, recompute, i),  # from the leaves to this result
             value=output,
             isometry=source is not None,
             axes=_axes(equation, views, source),
             depth=depth,
             constant=constant,  # axes along which all entries are equal
-            # For each axis of the result, the axis of a leaf that runs along with it.
-            own={leaf: axes for leaf, axes in axes_of_leaves.items() if leaf in trained},
+            # By leaf: for each axis of the result, the axis of the leaf that runs along with it.
+            own={leaf: axes for leaf, axes in axes_of_leaves.items() if leaf in result_leaves},
             made=made,
         )
         results.append(view)
@@ -102,16 +107,17 @@ def _runs_own_vjp(equation: JaxprEqn) -> bool:
 def _differs_in_float32(equation: JaxprEqn, views: Sequence[View], outputs: Sequence[Any]) -> bool:
     """Whether a view that is recomputed in float32 may have another value or derivative.
 
-    The model rounds wherever a dtype is narrower than float32.
+    The model rounds wherever a dtype is narrower than float32; the recomputation does not.
     """
     name = equation.primitive.name
     floats = [output for output in outputs if is_a(jnp.floating, output)]
     has_float8 = any(output.dtype.itemsize < 2 for output in floats)
     if name == "reduce_precision" or has_float8:
-        return True  # their derivatives round cotangents too
+        return True  # the derivative of either rounds the cotangent too
     properties = known(name)
     if len(views) == 1 and (properties.rearranges or properties.repeats):
-        # Entries only move, or are cast to a dtype of 16 bits, which `_rounded` repeats exactly.
+        # The entries of the one input are moved, copied, negated or cast. `_rounded` recomputes a
+        # cast to 16 bits exactly.
         return False
     if not floats:
         return False  # integers have no gradient, and are recomputed in the dtypes of the model
@@ -122,12 +128,13 @@ def _differs_in_float32(equation: JaxprEqn, views: Sequence[View], outputs: Sequ
 def _recomputation(
     equation: JaxprEqn, views: list[View], outputs: Sequence[Any], is_trained: bool
 ) -> Callable[..., list[Array]]:
-    """A function ``(leaves, memo={}) -> outputs`` of the equation whose inputs are the views.
+    """A function ``(leaves, memo={}) -> outputs``, which computes the equation from the leaves.
 
     A trained result with a gradient is computed in full precision, any other in the dtypes of the
     model. The memo holds the outputs of equations that were already computed from these leaves.
     """
-    casts = equation.primitive.name == "convert_element_type" and _is_narrow(outputs[0])
+    # A cast has one input and one output.
+    is_narrow_cast = equation.primitive.name == "convert_element_type" and _is_narrow(outputs[0])
     has_gradient = is_trained and any(is_a(jnp.floating, output) for output in outputs)
     key = id(views)  # unique, because each equation has a list of its own
 
@@ -136,11 +143,12 @@ def _recomputation(
         if key not in memo:
             inputs = [view.of(leaves, memo) for view in views]
             if not has_gradient:
-                # A comparison, an index or a frozen value must see the numbers of the model.
+                # A comparison, an index or a frozen value must see the numbers of the model, so
+                # inputs in full precision are cast to the model's dtypes.
                 pairs = zip(inputs, equation.invars, strict=True)
                 inputs = [jnp.asarray(x, dtype(variable)) for x, variable in pairs]
             computed = bind(equation, inputs)
-            if casts:  # from one input to one output
+            if is_narrow_cast:
                 computed = [_rounded(inputs[0], computed[0])]
             memo[key] = computed
         return memo[key]
@@ -160,10 +168,11 @@ def _rounded(x: Array, narrow: Array) -> Array:
 
 
 def _rearranged(name: str, views: Sequence[View], output: Any) -> View | None:
-    """The only trained view, if the result is this view in another order, plus a constant or not.
+    """The only trained view, if the result has its entries in another order; None otherwise.
 
-    Then a gradient by the result, rearranged, is the gradient by the view, with the same norm. The
-    view must be a rearrangement (`View.isometry`) of its leaf, too.
+    The entries may be negated, and constants may be added: gradients by the result and by the view
+    still have the same norm. The view must itself be a rearrangement of its leaf
+    (`View.isometry`).
     """
     trained = [view for view in views if view.leaves]
     if len(trained) != 1 or not trained[0].isometry:

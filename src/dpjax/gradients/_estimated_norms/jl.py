@@ -27,8 +27,9 @@ def projected(
     """``start`` plus the clipped sum of a rule whose norms are estimated.
 
     Forward mode gives the norms, and they give a factor f_i for each example. One reverse pass then
-    gives the sum of f_i * gradient_i, as the gradient of the sum of f_i * loss_i. All microbatches
-    of a step have the same key.
+    gives the sum of f_i * gradient_i, as the gradient of the sum of f_i * loss_i. ``rows`` are the
+    examples of a microbatch, with a mask that is False for padding, and weights of the factors.
+    All microbatches of a step have the same key, because all its examples share the directions.
     """
 
     def losses_of(params: PyTree) -> tuple[Array, Any]:
@@ -36,22 +37,22 @@ def projected(
 
     # Accelerators round products by default, differently for norms and sums.
     with jax.default_matmul_precision("highest"):
-        _check(loss, params, trees.one_row(rows.batch))
-        projections = rule.projections or 1  # for the type: here it is never None
+        _require_float32(loss, params, trees.one_row(rows.batch))
+        projections = rule.projections or 1  # never None here, which pyright cannot see
         norms = estimated_norms(loss, projections, params, rows.batch, key)
         real = rows.mask[:, None]
         factors = jnp.where(real, rule.factors(norms), 0) * rows.weights  # [batch, groups]
         factors_of_examples = factors[:, 0]  # a rule with estimated norms has one group
         losses, pull_back, aux = jax.vjp(losses_of, params, has_aux=True)
-        (value,) = pull_back(factors_of_examples.astype(losses.dtype))
+        (clipped_sum,) = pull_back(factors_of_examples.astype(losses.dtype))
         # An example with a NaN has the factor 0, but 0 * NaN is NaN in the sum. If the sum is not
         # finite, examples are differentiated one by one, and such gradients are left out.
-        value = jax.lax.cond(
-            _is_finite(value),
-            lambda: value,
+        clipped_sum = jax.lax.cond(
+            _is_finite(clipped_sum),
+            lambda: clipped_sum,
             lambda: _one_by_one(loss, params, rows.batch, factors_of_examples),
         )
-    value = jax.tree.map(jnp.add, start, value)
+    value = jax.tree.map(jnp.add, start, clipped_sum)
     losses = jnp.where(rows.mask, losses, 0)
     norms = jnp.where(real, norms, 0)
     return ClippedSum(value, losses, norms, factors, aux)
@@ -87,7 +88,7 @@ def estimated_norms(
 
         return jax.vmap(product)(batch)
 
-    # One direction after the other takes the memory of one forward pass.
+    # A loop over the directions takes the memory of one forward pass; `vmap` takes that of all.
     products = jax.lax.map(products_with, jnp.arange(projections))  # [projections, batch]
     return jnp.sqrt(jnp.mean(jnp.square(products), axis=0))[:, None]  # for the one group
 
@@ -111,7 +112,7 @@ def _one_by_one(
     return total
 
 
-def _check(loss: Traced, params: PyTree, example: PyTree) -> None:
+def _require_float32(loss: Traced, params: PyTree, example: PyTree) -> None:
     """Raises if a loss computes in anything narrower than float32.
 
     One reverse pass sums over the examples, and a narrow dtype rounds that sum.

@@ -94,8 +94,9 @@ def _as_written(parameters: dict[str, Any], x: Array, kernel: Array) -> Array:
 def _neighbours(parameters: dict[str, Any], x: Array, kernel: Array) -> int:
     """How many outputs along the last axis of space to compute together; 1 if it does not help.
 
-    Each of them has all output channels. The answer is the least number that has
-    `_FAST_OUTPUT_CHANNELS` in total, or all outputs along the axis if they have fewer.
+    Outputs that are computed together look like one output with the channels of all of them. The
+    result is the least number of outputs with `_FAST_OUTPUT_CHANNELS` channels in total, or the
+    number of all outputs along the axis if that is less.
     """
     numbers = parameters["dimension_numbers"]
     dilations = (*parameters["lhs_dilation"], *parameters["rhs_dilation"])
@@ -109,7 +110,8 @@ def _neighbours(parameters: dict[str, Any], x: Array, kernel: Array) -> int:
         return 1
     output_axis, input_axis, *kernel_space = numbers.rhs_spec
     kernel_width = kernel.shape[kernel_space[-1]]
-    # Neighbours under a kernel of width 1 have no pixel in common.
+    # A convolution with many input channels is fast as written. Under a kernel of width 1,
+    # neighbouring outputs have no pixel in common.
     if kernel.shape[input_axis] > _SLOW_INPUT_CHANNELS or kernel_width == 1:
         return 1
     enough = -(-_FAST_OUTPUT_CHANNELS // kernel.shape[output_axis])  # rounded up
@@ -134,7 +136,8 @@ def _neighbours_together(parameters: dict[str, Any], count: int, x: Array, kerne
 
     A round reads the pixels of all its outputs. Output number j of a round has a kernel for these
     pixels: the given one, moved by j strides, and zeros elsewhere. Together the kernels look like
-    one with more output channels, which XLA vectorises. The output has its channels last.
+    one with more output channels, which XLA vectorises. `_neighbours` requires channels to be the
+    last axis of the output.
     """
     numbers = parameters["dimension_numbers"]
     output_axis = numbers.rhs_spec[0]
@@ -174,8 +177,11 @@ def _input_cotangent(
 
     In the forward pass, entry k of the kernel takes entry i of the input to entry o of the output
     if ``lhs_dilation * i = stride * o + rhs_dilation * k - low``, with the padding ``low`` at the
-    start. Here o is summed over and i counts the results, so ``stride`` is the dilation of the
-    cotangent, and ``lhs_dilation`` is the stride.
+    start. With k = length - 1 - j for entry j of the flipped kernel, this is
+    ``stride * o = lhs_dilation * i + rhs_dilation * j - (kernel_reach - low)``, where
+    ``kernel_reach = rhs_dilation * (length - 1)``. It is the same equation with o and i exchanged:
+    now i counts the results, ``lhs_dilation`` is the stride, ``stride`` dilates the cotangent, and
+    the padding at the start is ``kernel_reach - low``.
     """
     numbers = parameters["dimension_numbers"]
     groups = parameters["feature_group_count"]
@@ -192,10 +198,11 @@ def _input_cotangent(
         kernel_reach = (kernel.shape[axis] - 1) * parameters["rhs_dilation"][dim]
         input_reach = (shape[numbers.lhs_spec[2 + dim]] - 1) * dilations[dim]
         output_reach = (cotangent.shape[numbers.out_spec[2 + dim]] - 1) * strides[dim]
-        # A full convolution has a padding of kernel_reach, and the forward padding is taken off. At
-        # the end it follows from low + output_reach + high = input_reach + kernel_reach.
         low = kernel_reach - parameters["padding"][dim][0]
-        padding.append((low, input_reach + kernel_reach - output_reach - low))
+        # The last result reads up to the end of the padded cotangent: low + output_reach + high =
+        # input_reach + kernel_reach.
+        high = input_reach + kernel_reach - output_reach - low
+        padding.append((low, high))
     return jax.lax.conv_general_dilated(
         cotangent,
         flipped,
@@ -219,7 +226,8 @@ def _kernel_cotangent(
     Entry k for channel c of the input and d of the output is the sum of ``x[n, i, c] *
     cotangent[n, o, d]`` over examples n and outputs o, with i as in `_input_cotangent`. A
     convolution sums over channels and space: so here n are its channels, o is the space of its
-    kernel, c its batch and d its output channels.
+    kernel, c its batch and d its output channels. Now k counts the results, so ``rhs_dilation`` is
+    the stride, and ``stride`` dilates the cotangent.
     """
     numbers = parameters["dimension_numbers"]
     dilations = parameters["lhs_dilation"]
@@ -237,13 +245,14 @@ def _kernel_cotangent(
         input_reach = (images.shape[1 + dim] - 1) * dilations[dim]
         output_reach = (kernel.shape[dim] - 1) * parameters["window_strides"][dim]
         kernel_reach = (shape[axis] - 1) * parameters["rhs_dilation"][dim]
-        # The padding at the end follows from low + input_reach + high = kernel_reach +
-        # output_reach. It is negative if the forward pass leaves the end of the input unread.
+        # The last result reads up to the end of the padded input: low + input_reach + high =
+        # kernel_reach + output_reach. `high` is negative if the forward pass leaves the end unread.
         low = parameters["padding"][dim][0]
-        padding.append((low, kernel_reach + output_reach - input_reach - low))
+        high = kernel_reach + output_reach - input_reach - low
+        padding.append((low, high))
     rank = len(input_space)
     last = rank + 1  # the axis of n in the images, and of d in kernel and result
-    inner = range(1, last)
+    space = range(1, last)  # of the images and the result
     # The result is [c, *space of k, d].
     kernel_cotangent = jax.lax.conv_general_dilated(
         images,
@@ -253,13 +262,14 @@ def _kernel_cotangent(
         lhs_dilation=dilations,
         rhs_dilation=parameters["window_strides"],
         dimension_numbers=jax.lax.ConvDimensionNumbers(
-            lhs_spec=(0, last, *inner),
+            lhs_spec=(0, last, *space),
             rhs_spec=(last, rank, *range(rank)),
-            out_spec=(0, last, *inner),
+            out_spec=(0, last, *space),
         ),
         precision=parameters["precision"],
     )
-    return jnp.moveaxis(kernel_cotangent, (last, 0, *inner), numbers.rhs_spec)
+    # `rhs_spec` lists the axes of d, c and space in the given kernel.
+    return jnp.moveaxis(kernel_cotangent, (last, 0, *space), numbers.rhs_spec)
 
 
 def _swap_channels(kernel: Array, output_axis: int, channel_axis: int, groups: int) -> Array:

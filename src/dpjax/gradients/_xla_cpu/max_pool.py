@@ -25,7 +25,7 @@ _LARGEST = 64
 
 
 def pool_max(parameters: dict[str, Any], x: Array) -> Array:
-    """The largest entry of each window."""
+    """The largest entry of each window; unusual windows are left to XLA."""
 
     def as_written(x: Array) -> Array:
         return jax.lax.reduce_window_max_p.bind(x, **parameters)
@@ -70,6 +70,7 @@ def _input_cotangent(
     edges = [(low, high, 0) for low, high in parameters["padding"]]
 
     def pad(x: Array) -> Array:
+        # A padding of -inf never exceeds the entries of a window.
         return jax.lax.pad(x, jnp.asarray(-jnp.inf, x.dtype), edges)
 
     padded, pull_back = jax.vjp(pad, x)
@@ -77,10 +78,10 @@ def _input_cotangent(
     has_no_winner = jnp.ones(largest.shape, bool)
     zero = jnp.zeros((), cotangent.dtype)
     for start in itertools.product(*map(range, parameters["window_dimensions"])):
-        # The entry at `start` of the first window; a stride further it is that of the next one.
+        # This entry of every window: of the first at `start`, of each next one a stride further.
         by_axis = zip(start, largest.shape, strides, strict=True)
         ends = [first + (count - 1) * stride + 1 for first, count, stride in by_axis]
-        entries = jax.lax.slice(padded, start, ends, strides)  # one of each window
+        entries = jax.lax.slice(padded, start, ends, strides)  # the shape of `largest`
         wins = has_no_winner & (entries == largest)
         has_no_winner = has_no_winner & ~wins
         # Zeros before, after and between the entries' cotangents put them where the entries were.
