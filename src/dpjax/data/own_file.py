@@ -235,7 +235,8 @@ def _inputs(x: np.ndarray, call: str) -> np.ndarray:
     """
     if x.dtype == np.uint8 and x.ndim in (3, 4):
         return float_images(x)
-    x = native(x, f"{call}: inputs")  # refuses words, and whole numbers that JAX changes
+    # This refuses words and whole numbers beyond int32, which the cast below wraps silently.
+    x = native(x, f"{call}: inputs", np.int32)
     if x.dtype.kind in "iu":
         return x.astype(np.int32)
     with np.errstate(over="ignore"):  # an overflow is infinite, and refused below
