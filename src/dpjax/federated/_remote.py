@@ -215,7 +215,7 @@ def remote_rounds(
     algorithm = assemble(recipe, Replies(population), facts, budget=budget, info=_remote_info)
 
     def run(state: State, count: int) -> tuple[State, RemoteInfo]:
-        """`Algorithm.run`, in which each round sends the parameters of the last one."""
+        """`Algorithm.run`, in which each round sends the parameters of the one before."""
         infos = []
         for _ in range(count):
             population.step = int(state.step)
