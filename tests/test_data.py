@@ -7,6 +7,7 @@ import os
 import sys
 import types
 
+import jax
 import numpy as np
 import pytest
 from mutation import kills
@@ -519,6 +520,17 @@ class TestOwnFiles:
     def test_what_is_no_data_set_is_answered(self, tmp_path, content, words):
         with pytest.raises(ValueError, match=words):
             own(tmp_path, content)
+
+    @pytest.mark.parametrize("x64", [False, True])
+    @pytest.mark.parametrize("dtype", ["int64", "uint32", "uint64"])
+    def test_whole_numbers_beyond_int32_do_not_wrap(self, tmp_path, dtype, x64):
+        x = np.full((10, 2), 2**32 - 1, dtype)
+        with jax.enable_x64(x64), pytest.raises(ValueError, match="numbers that fit into int32"):
+            own(tmp_path, {"x": x, "y": Y})
+        # The largest number that fits stays as it is.
+        with jax.enable_x64(x64):
+            loaded = own(tmp_path, {"x": x >> 1, "y": Y})
+        assert (loaded.train[0] == 2**31 - 1).all()
 
     def test_arguments_and_encoding_are_checked(self, tmp_path):
         (tmp_path / "own.xlsx").touch()

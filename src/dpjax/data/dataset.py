@@ -107,8 +107,8 @@ def hold_out(split: Split, size: int) -> tuple[Split, Split]:
 def units_held_out(call: str, units: int, fraction: float | None) -> np.ndarray:
     """The units that are held out for the test by a fixed shuffle, as indices below ``units``.
 
-    A unit is a row, or a person with all rows. ``fraction`` is 0.2 if it is None; 0 holds out no
-    unit, and a larger one at least one. ``call`` begins an error.
+    A unit is a row, or a person with all rows. ``fraction`` is the user's ``holdout``, and 0.2 if
+    it is None; 0 holds out no unit, and a larger one at least one. ``call`` begins an error.
     """
     if fraction is None:
         fraction = 0.2

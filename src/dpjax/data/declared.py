@@ -96,6 +96,7 @@ def _category(values: Sequence[Any], other: bool = False, fill: Any = None) -> C
     """
     words: tuple[str, ...] = ()
     if not isinstance(values, str):  # a string is a sequence too, of letters
+        # Values may be numbers. `text` makes words of them, as it does of cells.
         words = tuple(map(text, values))
     if not words or len({*words}) < len(words):
         raise ValueError(f"values are {values!r}; expected a list of different words")

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float, Int, Shaped
 
 from dpjax.data.declared import GAPS, Column, declarations, declared, text
-from dpjax.data.files import distinct, listed, read_table
+from dpjax.data.files import checked_names, listed, read_table
 
 
 class Columns(NamedTuple):
@@ -112,7 +112,7 @@ class Columns(NamedTuple):
         table = opened(frame, "data.Columns.owners")
         unit = str(self.unit)
         check_columns(table, [unit], allowed=table.names)
-        return np.unique(cells_of(table, {unit: owner})[unit], return_inverse=True)[1]
+        return np.unique(cells_of(table, {unit: read_owner})[unit], return_inverse=True)[1]
 
 
 class Table(NamedTuple):
@@ -137,8 +137,8 @@ def opened(frame: Any, call: str) -> Table:
         frame = frame.to_pydict()
     # A frame of pandas or Polars has its names in `columns`; a mapping iterates over them.
     names = list(getattr(frame, "columns", frame))
-    # A frame of pandas may have a name twice.
-    return Table(name, call, columns=frame, names=distinct(names, call))
+    # A frame of pandas may have a name twice, which is refused.
+    return Table(name, call, columns=frame, names=checked_names(names, call))
 
 
 def check_columns(
@@ -175,7 +175,7 @@ def cells_of(table: Table, reader_of: Mapping[str, Callable[[str], Any]]) -> dic
             except ValueError as fault:
                 faults.append((row, f"row {row}, column {name!r}: {fault}"))
     if faults:
-        by_row = sorted(faults, key=operator.itemgetter(0))  # before: column by column
+        by_row = sorted(faults, key=operator.itemgetter(0))  # found column by column
         raise ValueError(listed(table.call, [fault for _, fault in by_row]))
     return cells
 
@@ -208,8 +208,8 @@ def targets_of(form: Column, cells: list[Any]) -> np.ndarray:
     return targets[:, 0]
 
 
-def owner(word: str) -> str:
-    """A cell of the column that names the person of a row."""
+def read_owner(word: str) -> str:
+    """The person of a row, from the cell of the column that names it."""
     if word.lower() in GAPS:
         raise ValueError("a gap; expected whose row it is")
     return word

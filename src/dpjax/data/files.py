@@ -33,7 +33,7 @@ def read(name: str, source: Source, path: Path) -> Dataset[Split]:
         header, words = read_table(path, call)
         rows = numbers(header, words, call)
         return table(name, source, rows[:, :-1], rows[:, -1])  # the target is the last column
-    arrays = read_arrays(path, f"data.load({name!r})")
+    arrays = read_arrays(path, f"data.load({name!r})")  # its errors name the path too
     for image_key, label_key in _LAYOUTS:
         expected = {key.format(part) for part in _PARTS for key in (image_key, label_key)}
         # A file may hold further arrays.
@@ -60,7 +60,7 @@ def read_table(path: Path, call: str) -> tuple[list[str], list[list[str]]]:
         header, rows = _read_arrow(path, call)
     else:
         header, rows = _read_csv(path, call)
-    header = distinct([name.strip() for name in header], call)
+    header = checked_names([name.strip() for name in header], call)
     # If a name is a number, the first line is a row of a table without names. An empty name is that
     # of the index, which pandas writes as a column.
     if len(header) < 2 or "" in header or any(parses(float, name) for name in header):
@@ -98,7 +98,7 @@ def _read_csv(path: Path, call: str) -> tuple[list[str], list[list[str]]]:
     except csv.Error as error:
         fault = f"{call}: row {len(lines)}: {error}; expected quotation marks in pairs."
         raise ValueError(fault) from error
-    header, *rows = lines or [[]]
+    header, *rows = lines or [[]]  # `read_table` refuses the empty header of an empty file
     return header, rows
 
 
@@ -131,8 +131,8 @@ def listed(call: str, faults: list[str]) -> str:
     return "\n  ".join([f"{heading}:", *[f"{fault}." for fault in faults[:_LISTED]]])
 
 
-def distinct(header: list[str], call: str) -> list[str]:
-    """The names of columns, if each occurs once."""
+def checked_names(header: list[str], call: str) -> list[str]:
+    """The names of columns; refuses a name that occurs twice."""
     twice = {name for name in header if header.count(name) > 1}
     if twice:
         raise ValueError(f"{call}: column {min(twice)!r} occurs twice; expected each once.")
@@ -223,7 +223,7 @@ def _note(arrays: Mapping[str, np.ndarray], image_key: str) -> str:
 
 
 def _pixels(arrays: Mapping[str, np.ndarray], image_key: str, part: str, call: str) -> np.ndarray:
-    """The images of a part, ``[examples, height, width]`` and channels, if there are several.
+    """The images of the "train" or "test" part, ``[examples, height, width]``, or channels last.
 
     ``image_key`` is the name of their array, as in `_LAYOUTS`. Images that are encoded as JPEG or
     PNG lie in one buffer of bytes, one behind the other.

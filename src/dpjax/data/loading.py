@@ -60,14 +60,15 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset[S
     """
     if name == "digits":
         return _digits()
-    source = _source(name, "load")
+    source = _source(name, call="data.load")
     folder = _folder(data_dir)
     if folder:
         # A file of the user comes first: it needs no network, and the user put it there.
         path = source.path(folder)
         if path.is_file():
             return checked(read(name, source, path), source.shape, str(path))
-    parts = {part: _whole(rows) for part, rows in _from_tfds(name, source, folder).items()}
+    streams = _from_tfds(name, source, folder)
+    parts = {part: _whole(rows) for part, rows in streams.items()}
     if source.classes is None:
         # A table comes as one part, and `table` splits the rows for the test off it.
         dataset = table(name, source, *parts["train"])
@@ -91,7 +92,7 @@ def stream(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset
       memory. For other data sets, make a `Stream` yourself.
     """
     # The embedded digits and the tables, which have no classes, are small.
-    if name == "digits" or _source(name, "stream").classes is None:
+    if name == "digits" or _source(name, call="data.stream").classes is None:
         raise ValueError(f"data.stream({name!r}): it fits into memory. Use data.load({name!r}).")
     source = SOURCES[name]
     folder = _folder(data_dir)
@@ -126,9 +127,9 @@ def _folder(data_dir: str | os.PathLike[str] | None) -> str | os.PathLike[str] |
     return folder
 
 
-def _source(name: str, asked: str) -> Source:
+def _source(name: str, call: str) -> Source:
     hint = "A file of your own is read by data.load_file."
-    return SOURCES[checks.one_of(f"data.{asked}", "name", name, NAMES, hint)]
+    return SOURCES[checks.one_of(call, "name", name, NAMES, hint)]
 
 
 def _digits() -> Dataset[Split]:
@@ -144,20 +145,21 @@ def _digits() -> Dataset[Split]:
 def _from_tfds(
     name: str, source: Source, folder: str | os.PathLike[str] | None
 ) -> dict[str, Stream]:
-    """The parts of a data set, such as "train", from TensorFlow Datasets; downloads if necessary.
+    """Each part of a data set, such as "train", from TensorFlow Datasets; downloads if necessary.
 
     ``source.tfds`` is the name of the data set there, or None.
     """
     fault = "it has no such data set"
     if source.tfds is not None:
-        example = functools.partial(_image, classes=source.classes)
+        # Maps a record to an example.
+        example_of = functools.partial(_image, classes=source.classes)
         # The wine table is the only regression that TensorFlow Datasets has.
         if source.classes is None:
-            example = _wine
+            example_of = _wine
         try:
             parts = _prepared(source.tfds, folder)
-            return {part: Stream(records, example) for part, records in parts.items()}
-        except NotImplementedError:
+            return {part: Stream(records, example_of) for part, records in parts.items()}
+        except NotImplementedError:  # raised by `as_data_source`
             fault = "it is prepared in a format without random access; array_record has it"
         except Exception as error:  # TFDS and its storage layers raise many unrelated kinds
             fault = f"{type(error).__name__}: {error}"

@@ -50,7 +50,7 @@ def load_file(
 
     Args:
       path: The file; its name ends as above.
-      classes: The number of classes; by default the largest label and 1, or the number of words.
+      classes: The number of classes; by default the largest label plus 1, or the number of words.
       label: The name of the column of labels in a ``.csv``, if it is another one.
       test: A public file of the same form with the rows for the test; then no row is held out.
       holdout: The fraction of rows that is held out for the test by a fixed shuffle, if the file
@@ -82,16 +82,16 @@ def load_file(
         parts.append(_public(Path(test), private))
     # The words of both parts are numbered together, so a word is the same class in each.
     labels, names, count = _numbered([y for _, y in parts], classes, call)
-    inputs = [_inputs(x, call) for x, _ in parts]
+    inputs = [_in_model_dtype(x, call) for x, _ in parts]
     shapes = {x.shape[1:] for x in inputs}
     if len(shapes) > 1:
         raise ValueError(f"{call}: examples have shapes {shapes}; expected one.")
     splits = list(zip(inputs, labels, strict=True))
 
     notes = []
-    if private.label is not None:
+    if private.label is not None:  # the file is a table
         notes.append(f"the label is column {private.label!r}")
-    if len(splits) == 2:
+    if len(splits) == 2:  # the file has a test part, or ``test`` is one
         train, test_rows = splits
         # A test part of the same file is private too, so its rows count as held out.
         held_out = HeldOut(units=len(labels[1]))
@@ -141,7 +141,7 @@ def load_inputs(path: str | os.PathLike[str], columns: Sequence[str] = ()) -> np
         arrays = read_arrays(path, call)
         for name in ("x", "x_test"):
             if name in arrays:
-                return _inputs(arrays[name], call)
+                return _in_model_dtype(arrays[name], call)
         raise ValueError(f"{call}: the file holds {sorted(arrays)}; expected x.")
     header, rows = read_table(path, call)
     missing = [repr(name) for name in columns if name not in header]
@@ -151,7 +151,7 @@ def load_inputs(path: str | os.PathLike[str], columns: Sequence[str] = ()) -> np
         )
     places = [header.index(name) for name in columns]
     words = [[row[place] for place in places] for row in rows]
-    return _inputs(numbers(list(columns), words, call), call)
+    return _in_model_dtype(numbers(list(columns), words, call), call)
 
 
 class _File(NamedTuple):
@@ -228,14 +228,15 @@ def _table(path: Path, label: str | None, call: str) -> _File:
     return _File([_paired(x, y, call)], tuple(columns), label)
 
 
-def _inputs(x: np.ndarray, call: str) -> np.ndarray:
-    """Inputs in the dtype of a model: int32 for whole numbers, else finite float32.
+def _in_model_dtype(x: np.ndarray, call: str) -> np.ndarray:
+    """Inputs in the dtype that models read: int32 for whole numbers, else finite float32.
 
     Bytes of images become float32 in [0, 1].
     """
     if x.dtype == np.uint8 and x.ndim in (3, 4):
         return float_images(x)
-    x = native(x, f"{call}: inputs")  # refuses words, and whole numbers that JAX changes
+    # This refuses words and whole numbers beyond int32, which the cast below wraps silently.
+    x = native(x, f"{call}: inputs", np.int32)
     if x.dtype.kind in "iu":
         return x.astype(np.int32)
     with np.errstate(over="ignore"):  # an overflow is infinite, and refused below
@@ -252,7 +253,7 @@ def _numbered(
 
     A part is the training or the test part. Words are numbered in alphabetical order; labels that
     are numbers stay as they are, and have no words. ``classes`` is the number that the user
-    expects, if any.
+    expects, or None. A class that the user expects may have no label in the file.
     """
     # NumPy and h5py also keep words as bytes (kind S).
     decoded = [np.char.decode(y) if y.dtype.kind == "S" else y for y in parts]

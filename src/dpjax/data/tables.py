@@ -22,7 +22,7 @@ from dpjax.data.encoding import (
     features_of,
     inputs_of,
     opened,
-    owner,
+    read_owner,
     readers,
     targets_of,
 )
@@ -91,12 +91,13 @@ def table(
     reader_of = readers(forms)
     if unit is not None:
         expected.append(unit)
-        reader_of[unit] = owner
+        reader_of[unit] = read_owner
     check_columns(private, expected)
     cells = cells_of(private, reader_of)
 
     # The person of each row, from 0. Without a column of persons, each row is a unit of its own.
-    owners = np.arange(len(private.columns[private.names[0]]))
+    first_column = private.columns[private.names[0]]
+    owners = np.arange(len(first_column))
     if unit is not None:
         owners = _numbered(cells[unit])
     units = int(owners.max(initial=-1)) + 1  # 0 of an empty table
@@ -110,16 +111,16 @@ def table(
         in_test = np.isin(owners, held)
         test_rows = (x[in_test], y[in_test])
         held_out = HeldOut(len(held))
-        split = f"{len(held)} of {units} rows are held out for the test"
+        split_note = f"{len(held)} of {units} rows are held out for the test"
         if unit is not None:
-            split = f"{len(held)} of {units} persons are held out for the test"
+            split_note = f"{len(held)} of {units} persons are held out for the test"
     else:
         public = opened(test, "data.table")
         check_columns(public, forms, allowed=[unit])  # persons are not read
         in_test = np.zeros(len(owners), bool)  # no private row
         test_rows = _numbers(public, declared, cells_of(public, readers(forms)))
         held_out = HeldOut(public=True)
-        split = "the test rows are public"
+        split_note = "the test rows are public"
     owners_of_train = None
     if unit is not None:
         # The persons of the test leave gaps in the numbers.
@@ -128,8 +129,8 @@ def table(
         name=private.name,
         train=(x[~in_test], y[~in_test]),
         test=test_rows,
-        classes=len(learnt.values) or None,
-        note=f"(values beyond their ranges are clipped; {split})",
+        classes=len(learnt.values) or None,  # a target has no words
+        note=f"(values beyond their ranges are clipped; {split_note})",
         class_names=learnt.values,
         columns=declared.features,
         owners=owners_of_train,

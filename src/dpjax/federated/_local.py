@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Local training: one client trains from the server's parameters and returns its update.
 
-Under `jax.vmap` all clients wait for the largest one. Nothing here is private, because the step of
-the server clips the updates.
+Under `jax.vmap` all clients wait for the largest one. Nothing here clips for privacy or adds noise:
+the step of the server does both, for whole updates.
 """
 
 from __future__ import annotations
@@ -57,13 +57,17 @@ def trained(
     # draw of the client, outside the accounting.
     optimizer_state = local.optimizer.init(trees.widened(params))
     # Update and optimizer are in float32: a bfloat16 parameter rounds small steps to nothing.
-    carry = _State(jnp.zeros(()), trees.zeros_wide(params), optimizer_state)
+    carry = _State(
+        losses=jnp.zeros(()),
+        update=trees.zeros_wide(params),
+        optimizer=optimizer_state,
+    )
 
     def epoch(number: Int[Array, ""], carry: _State) -> _State:
         """One pass over all batches of the client's rows, in a random order of this epoch."""
-        # Sorting random numbers puts the client's rows in a random order, with padding behind them,
-        # whose number 2 is above all others. The number of rows is traced, and
-        # jax.random.permutation needs a constant.
+        # Sorting random numbers puts the client's rows in a random order. Behind them comes padding
+        # up to the capacity, the rows of the largest client; its number 2 is above all others. The
+        # number of rows is traced, and jax.random.permutation needs a constant.
         numbers = jax.random.uniform(jax.random.fold_in(key, number), (clients.capacity,))
         is_row = jnp.arange(clients.capacity) < count
         order = jnp.argsort(jnp.where(is_row, numbers, 2.0))
@@ -80,7 +84,8 @@ def trained(
         return jax.lax.fori_loop(0, batches, batch, carry)
 
     carry = jax.lax.fori_loop(0, local.epochs, epoch, carry)
-    return carry.losses / jnp.maximum(batches * local.epochs, 1), carry.update
+    all_batches = jnp.maximum(batches * local.epochs, 1)  # a client without rows has 0
+    return carry.losses / all_batches, carry.update
 
 
 def _after_batch(
@@ -95,8 +100,8 @@ def _after_batch(
     def mean_loss(client_params: PyTree) -> Float[Array, ""]:
         losses = jax.vmap(local.loss, (None, 0))(client_params, examples)
         losses = losses.astype(jnp.float32)
-        # Each batch has a real row. Under `jax.vmap`, the steps after a client's last batch, which
-        # have none, are discarded.
+        # Each batch has a real row, so this divides by 1 or more. Under `jax.vmap`, the steps after
+        # a client's last batch, which have none, are discarded.
         return jnp.sum(jnp.where(real, losses, 0)) / jnp.sum(real).astype(losses.dtype)
 
     # XLA on CPU compiles gradients of convolutions inside a loop to naive loops; `fast` avoids it.

@@ -62,7 +62,7 @@ class Population:
     def __getitem__(self, client: int) -> Reply:
         """The row of a client without a usable reply."""
         nothing = jax.tree.map(np.zeros_like, self.sent)
-        return Reply(nothing, self.shares[client], np.int32(0))
+        return Reply(nothing, self.shares[client], usable=np.int32(0))
 
     def replies(self, drawn: list[int]) -> Iterator[Reply]:
         """One row for each drawn client, in the order in which they reply."""
@@ -74,9 +74,9 @@ class Population:
             waiting.remove(client)
             update = _difference(params, self.sent)
             if update is None:
-                yield self[client]
+                yield self[client]  # the row without a usable reply
             else:
-                yield Reply(update, self.shares[client], np.int32(1))
+                yield Reply(update, self.shares[client], usable=np.int32(1))
         for client in waiting:
             yield self[client]
 
@@ -148,7 +148,7 @@ def check_remote(
     weights: Weights,
     clients: Sequence[Hashable],
 ) -> None:
-    """Refuses a mechanism that remote rounds do not run, and clients that are not its units."""
+    """Refuses a mechanism that remote rounds do not run, and clients that do not match it."""
     checks.instance(call, "mechanism", mechanism, Mechanism)
     checks.optimizer(f"{call}: optimizer", optimizer)
     checks.instance(call, "weights", weights, Weights)
@@ -200,10 +200,11 @@ def remote_rounds(
         name=call,
         # This loss is 0, and its gradient is minus the update.
         loss=lambda params, reply: with_update(params, reply.update),
-        # The mean divides by the public total of the shares.
+        # The step divides by q times the number of clients, for the sampling rate q; the mean
+        # divides by q times the public total of the shares.
         optimizer=scaled(optimizer, clients / weights.total_share),
         mechanism=mechanism,
-        engine="vmap",  # the update of a client exists as a whole
+        engine="vmap",  # each update exists as a whole, so other engines have nothing to save
         weights=lambda step, params, reply: reply.share,
         # One reply is in memory at a time.
         microbatch_size=1,
@@ -214,7 +215,7 @@ def remote_rounds(
     algorithm = assemble(recipe, Replies(population), facts, budget=budget, info=_remote_info)
 
     def run(state: State, count: int) -> tuple[State, RemoteInfo]:
-        """`Algorithm.run`, in which each round sends the parameters of the last one."""
+        """`Algorithm.run`, in which each round sends the parameters of the one before."""
         infos = []
         for _ in range(count):
             population.step = int(state.step)
@@ -259,7 +260,8 @@ def run_rounds(
         algorithm.init(params),
         steps=granted,
         evaluate=evaluate,
-        # Each round ends with a checkpoint, so parameters are on disk before clients get them.
+        # `fit` saves a checkpoint before each evaluation. So parameters are on disk before clients
+        # get them.
         evaluate_every=1,
         directory=directory,
     )

@@ -125,7 +125,8 @@ def fedavg(
         epochs=checks.whole(call, "local_epochs", local_epochs),
         within=within,
     )
-    # The mean divides by the public total of the shares; the total of the drawn ones is private.
+    # The step divides by q times the number of clients, for the sampling rate q; the mean divides
+    # by q times the public total of the shares. The total of the drawn ones is private.
     scale = len(clients) / weights.total_share
     recipe = recipe_of(call, local, server_optimizer, mechanism, clients, scale, microbatch_size)
     rows = Row(
@@ -148,8 +149,8 @@ def fedavg(
     scaled_by = None
     if weights.total_share != len(clients):
         scaled_by = "the total of weights"
-    # The sampler of the recipe orders clients by size, which changes no event. Users see the
-    # mechanism that they gave.
+    # The sampler of the recipe also orders drawn clients by size, which changes nothing that is
+    # accounted. Users see the mechanism that they gave.
     return replace(algorithm, mechanism=mechanism, scaled_by=scaled_by)
 
 

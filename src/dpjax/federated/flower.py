@@ -159,13 +159,13 @@ class PrivateStrategy:
         def evaluate(state: State) -> dict[str, Any]:
             """The metrics of the model after a round, for its row of the log."""
             number = int(state.step)
-            numbers = {}
+            metrics = {}
             if evaluate_fn is not None:
-                numbers.update(evaluate_fn(number, link.record(state.params)) or {})
+                metrics.update(evaluate_fn(number, link.record(state.params)) or {})
             if evaluate_config is not None:
                 means = link.evaluated(number, jax.device_get(state.params), evaluate_config)
-                numbers["private"] = means
-            return numbers
+                metrics["private"] = means
+            return metrics
 
         state, rows = run_rounds(_CALL, algorithm, params, num_rounds, self.directory, evaluate)
         # The unit names a field of the log, which the result leaves out.

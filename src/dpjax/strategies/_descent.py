@@ -47,11 +47,11 @@ def minimum(objective: Objective, x: np.ndarray) -> np.ndarray:
             if next_value <= value + _ARMIJO * length * slope or length < _SHORTEST:
                 break
             length *= 0.5
-        if not next_value < value:  # also the shortest move gains nothing, or the value is NaN
+        if not next_value < value:  # even the shortest move gains nothing, or the value is NaN
             break
         move = length * direction
         change = next_gradient - gradient
-        if move @ change > 0:  # otherwise the estimated Hessian is not positive
+        if move @ change > 0:  # otherwise the estimate is not positive definite
             pairs = [*pairs[1 - _PAIRS :], (move, change)]  # the newest _PAIRS
         x = x + move
         value = next_value
@@ -64,8 +64,8 @@ def _times_inverse_hessian(gradient: np.ndarray, pairs: Pairs) -> np.ndarray:
 
     It begins with the gradient as $q$. For each pair of a move $s$ and a change $y$, newest first,
     $\alpha = s^\top q / s^\top y$ and $q \leftarrow q - \alpha y$. Then $q$ is scaled by
-    $s^\top y / y^\top y$ of the newest pair. Last, for each pair, oldest first,
-    $q \leftarrow q + (\alpha - y^\top q / s^\top y) s$, and the result is $q$.
+    $s^\top y / y^\top y$ of the newest pair, the scale of the inverse. Last, for each pair, oldest
+    first, $q \leftarrow q + (\alpha - y^\top q / s^\top y) s$, and the result is $q$.
 
     Reference: Nocedal and Wright, "Numerical Optimization", 2006, algorithm 7.4.
     """

@@ -43,7 +43,7 @@ def least_error(
 
     The search is over x, ``[2 * buffers]``, the logs of the gaps between neighbouring rates. These
     are, from the smallest, the rate of a pole, of a zero, of a pole and so on; the first gap begins
-    at 0.
+    at 0. ``error`` is "mean" or "maximal", as in `variance`.
     """
     # In row i of ``x + directions``, number i has a tiny imaginary part.
     directions = 1j * _TINY * np.eye(2 * buffers)
@@ -70,7 +70,7 @@ def least_error(
         gaps = np.diff(rates, prepend=0.0)
         minima.append(_descent.minimum(objective, np.log(gaps)))
     best = min(minima, key=lambda x: objective(x)[0])
-    poles, zeros = _poles_and_zeros(best[None], steps)
+    poles, zeros = _poles_and_zeros(best[None], steps)  # one row of rates each
     decays = np.exp(-poles)
     # The residues are A, so a_i = A_i lambda_i.
     scales = _residues(poles, zeros) * decays
@@ -110,7 +110,7 @@ def variance(poles: Rates, zeros: Rates, steps: int, workload: Workload, error: 
         # The mean of the sums over tau at all steps t:
         # sum_t (1 - p^(t+1)) / (1 - p) / n = (n - p s) / (1 - p) / n.
         sums = (steps - np.exp(-pairs) * sums) / -np.expm1(-pairs) / steps
-        sums[:, 0, 0] = (steps + 1) / 2
+        sums[:, 0, 0] = (steps + 1) / 2  # the mean of 1, 2, ..., n
     else:
         sums[:, 0, 0] = steps
     products = weights[:, :, None] * weights[:, None]
@@ -122,28 +122,30 @@ def squared_sensitivity(
 ) -> Values:
     r"""The squared norm of C times the indicator of steps 0, b, 2b, ...
 
-    Row $m b + \tau$, $\tau$ steps after the m-th step of the pattern, has for each power
-    $\lambda_i$ with weight $A_i$ the term $A_i \lambda_i^\tau U_{im}$, where
-    $U_{im} = 1 + \lambda_i^b U_{i,m-1}$ collects the steps so far. At $\tau = 0$ the last step
-    itself contributes 1, the first coefficient of c, in place of $\sum_i A_i$.
+    This pattern is the worst one, because the coefficients of c decrease. Row $m b + \tau$, $\tau$
+    steps after the m-th step of the pattern, has for each power $\lambda_i$ with weight $A_i$ the
+    term $A_i \lambda_i^\tau U_{im}$, where $U_{im} = \sum_{k \le m} \lambda_i^{k b}$ collects the
+    steps so far. At $\tau = 0$ the last step itself contributes 1, the first coefficient of c, in
+    place of $\sum_i A_i$.
     """
     apart = participation.separation  # b
     most = participation.within(steps)
     weights = _residues(poles, zeros)  # A
     pairs = poles[:, :, None] + poles[:, None]  # the rate of each product of two powers
-    # Each is [directions, steps of the pattern, poles].
+    # Both are [directions, steps of the pattern, poles].
     decays = np.exp(-apart * poles[:, None] * np.arange(most)[:, None])  # lambda^(m b)
     collected = np.cumsum(decays, axis=1)  # U
 
-    def of_rows_after(collected: np.ndarray, length: int) -> Values:
-        """The squared norm of the ``length - 1`` rows after each of these steps of the pattern."""
+    def of_rows_after(u: np.ndarray, length: int) -> Values:
+        """The squared norm of the ``length - 1`` rows after each step with the given U."""
         # The geometric sum over tau from 1 to length - 1.
         sums = np.exp(-pairs) * np.expm1(-pairs * (length - 1)) / np.expm1(-pairs)
-        weighted = weights[:, None] * collected
-        products = np.swapaxes(weighted, 1, 2) @ weighted  # [directions, poles, poles]
+        weighted = weights[:, None] * u
+        # The sum over steps of the pattern: [directions, poles, poles].
+        products = np.swapaxes(weighted, 1, 2) @ weighted
         return np.sum(products * sums, axis=(1, 2))
 
-    at_steps = 1 + np.sum(weights[:, None] * (collected - 1), axis=2)
+    at_steps = 1 + np.sum(weights[:, None] * (collected - 1), axis=2)  # rows with tau = 0
     total = np.sum(at_steps**2, axis=1)
     total += of_rows_after(collected[:, :-1], apart)
     # After the last step of the pattern come all steps of the run that are left.

@@ -24,7 +24,7 @@ Valued = tuple[float, Series]
 def variance(steps: int, workload: Workload, error: str) -> Callable[[Series], Valued]:
     r"""The mean or maximal variance of the workload as a function of r = 1 / c, with its gradient.
 
-    Each is a quadratic form $e^\top Q e$ in a series $e$ that is linear in r. Without learning
+    Each is a quadratic form $e^\top Q e$ in a series $e$ of T steps, linear in r. Without learning
     rates $e$ are the errors $W / c$, and Q is diagonal: error j occurs in all rows from j on, and
     in the last row once. The last row has the maximal variance. With learning rates $\eta$, for
     which only the mean is searched, $e$ is the noise after momentum, and
@@ -32,15 +32,15 @@ def variance(steps: int, workload: Workload, error: str) -> Callable[[Series], V
     $$ Q_{uv} = \sum_{j \ge \max(u, v)} \eta_j \eta_{j - |u - v|} (T - j) / T. $$
     """
     # The series of e is r over the denominator; momentum divides by 1 - beta x.
-    momentum = np.array([1.0, -workload.momentum])
+    of_momentum = np.array([1.0, -workload.momentum])
     remaining = (steps - np.arange(steps)) / steps  # (T - j) / T
     # Q, or its diagonal if it is diagonal.
     if workload.rates is not None:
-        denominator = momentum
+        denominator = of_momentum
         form = _quadratic_form(np.asarray(workload.rates), remaining)
     else:
         # The denominator 1 - x makes prefix sums.
-        denominator = np.convolve([1.0, -1.0], momentum)
+        denominator = np.convolve([1.0, -1.0], of_momentum)
         form = remaining if error == "mean" else np.ones(steps)
 
     def variance_of(inverse: Series) -> Valued:
@@ -114,7 +114,7 @@ def banded_coefficients(
     # The start is the square root of the workload 1 / ((1 - x) (1 - momentum x)), cut off.
     root = _series.square_root(bands)
     start = _series.product(root, root * workload.momentum ** np.arange(bands), bands)
-    start = start / start[0]
+    start = start / start[0]  # a product of long series rounds the first coefficient, which is 1
     # If the steps of a pattern are at least ``bands`` apart, its columns do not overlap, and the
     # sensitivity is exact for any signs. Otherwise 0, b, 2b, ... is the pattern that moves C G most
     # only if the coefficients decrease.
@@ -122,6 +122,7 @@ def banded_coefficients(
         best = _free_minimum(objective, start)
     else:
         best = _decreasing_minimum(objective, start)
+    # The objective is equal for all multiples of a column, and c_0 is 1.
     return best / best[0]
 
 

@@ -84,7 +84,7 @@ def toeplitz_squares(
     momentum_row[:start] = momentum_series[:start][::-1]
     parameter_row = np.zeros(steps)
     parameter_row[:start] = parameter_series[:start][::-1]
-    reversed_inverse = inverse[::-1].copy()
+    reversed_inverse = inverse[::-1].copy()  # contiguous, which is faster in the loop
     for t in range(start, steps):
         # m_t = beta m_{t-1} + noise of step t, whose weights are the coefficients t, ..., 0 of the
         # inverse. Then theta_t = theta_{t-1} + eta_t m_t.

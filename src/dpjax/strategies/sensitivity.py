@@ -139,7 +139,7 @@ def of_bands(diagonals: list[np.ndarray], participation: Participation) -> float
     """
     apart = participation.separation
     if participation.even:
-        # The steps of a cycle are multiples of ``apart`` apart.
+        # Evenly spaced steps are multiples of ``apart`` apart.
         return _largest_cycle(diagonals[::apart], participation)
     squares = diagonals[0]
     steps = len(squares)
@@ -187,6 +187,7 @@ def _largest_cycle(diagonals: Sequence[np.ndarray], participation: Participation
         cycles = padded.reshape(longest, apart)
         # A pattern has ``most - k`` pairs of steps that are k b apart: [m, r, pairs].
         windows = np.lib.stride_tricks.sliding_window_view(cycles, most - k, axis=0)
+        # Further windows belong to patterns with fewer than ``most`` steps.
         collected = np.sum(windows[: len(sums)], axis=-1)
         if k > 0:
             collected *= 2  # entries above and below the diagonal

@@ -98,18 +98,18 @@ class Toeplitz(Strategy):
     def _next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
         r"""Row t of $T x = z$, solved for $x_t$: $x_t = (z_t - \sum_k c_k x_{t-k}) / c_0$.
 
-        The memory of a leaf is a ring of its last ``size`` noises $x$, in an order that rotates.
-        With normalized columns the noise is $D x$: $x_t$ times the norm of column t.
+        The memory of a leaf is a ring of its last ``size`` noises $x$: step s writes slot
+        ``s % size``. With normalized columns the noise is $D x$: $x_t$ times the norm of column t.
         """
         size = self.remembers
         values = jnp.asarray(self.values, jnp.float32)  # c
-        scale = _streams.one_within_run(step, self.steps)  # otherwise NaN
+        scale = _streams.one_within_run(step, self.steps)  # NaN outside the run
         if self.normalized:
             norms = jnp.sqrt(jnp.cumsum(values**2))  # of columns with 1, 2, ... terms
             # The column of step t ends with the run, after steps - t terms.
             scale = scale * norms[jnp.clip(self.steps - 1 - jnp.asarray(step), 0, size)]
-        # The weight of a slot is c_k if its noise is of k steps ago. A ring without slots has no
-        # ages, which are taken modulo its size.
+        # A slot that was written k steps ago has the weight c_k. A ring of size 0 has no weights,
+        # and no ages, because those are taken modulo its size.
         weights = values[_streams.ages(step, size)] if size else values[1:]
 
         def next_noise(leaf: Array, noises: Array) -> tuple[Array, Array]:
@@ -161,12 +161,16 @@ class InverseToeplitz(Strategy):
         return _series.reciprocal(np.array(self.values), self.steps)
 
     def _next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
-        r"""$\sum_k d_k z_{t-k}$; the memory is a ring of the last ``size`` normal numbers $z$."""
+        r"""$x_t = \sum_k d_k z_{t-k}$, the noise of step t.
+
+        The memory of a leaf is a ring of the last ``size`` normal numbers $z$: step s writes slot
+        ``s % size``.
+        """
         size = self.remembers
         values = jnp.asarray(self.values, jnp.float32)  # d
-        scale = _streams.one_within_run(step, self.steps)  # otherwise NaN
-        # The weight of a slot is d_k if its numbers are of k steps ago. A ring without slots has no
-        # ages, which are taken modulo its size.
+        scale = _streams.one_within_run(step, self.steps)  # NaN outside the run
+        # A slot that was written k steps ago has the weight d_k. A ring of size 0 has no weights,
+        # and no ages, because those are taken modulo its size.
         weights = values[_streams.ages(step, size)] if size else values[1:]
 
         def next_noise(leaf: Array, normals: Array) -> tuple[Array, Array]:

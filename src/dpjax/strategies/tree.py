@@ -57,7 +57,7 @@ class Tree(Strategy):
         """
         c = np.zeros((self.steps, self.steps))
         for t in range(self.steps):
-            weights, precision = self._weights(t, np)
+            weights, precision = self._weights(t, numpy=np)
             c[t, t] = math.sqrt(precision)
             for level in range(self.remembers):
                 node = t >> level
@@ -98,7 +98,7 @@ class Tree(Strategy):
         """
         levels = self.remembers
         step = jnp.asarray(step)
-        weights, precision = self._weights(step, jnp)
+        weights, precision = self._weights(step, numpy=jnp)
         one_or_nan = _streams.one_within_run(step, self.steps)
         # A step ends a node on as many levels above it as its number has trailing ones. The largest
         # of these nodes is a left sibling, whose sum is kept in the slot of its level: this noise
@@ -108,9 +108,9 @@ class Tree(Strategy):
         slot = jnp.sum(ended)
 
         def next_noise(leaf: Array, sums: Array) -> tuple[Array, Array]:
-            # The cast prevents NumPy's float64 from widening the noise under jax_enable_x64.
+            # The precision is float64 under jax_enable_x64, and the noise keeps the memory's dtype.
             noise = leaf.astype(sums.dtype) / jnp.sqrt(precision).astype(sums.dtype)
-            if not levels:
+            if not levels:  # a run of one step has no siblings
                 return noise * one_or_nan, sums
             noise = (noise + _streams.weighted(weights, sums)) * one_or_nan
             node_sum = noise + _streams.weighted(ended, sums)
@@ -148,7 +148,7 @@ class Tree(Strategy):
             node = step >> level
             is_right = node & 1
             last_node = (self.steps - 1) >> level
-            # The node to the right is full, or the last one, or after the run.
+            # The node to the right is full, or the last one, or after the run with variance 0.
             variance_of_right = numpy.where(
                 node + 1 < last_node, full[level], last[level] * (node + 1 == last_node)
             )
