@@ -40,8 +40,8 @@ def epsilon_lower_bound(
     | ``"any"`` | all runs that are $(\epsilon, \delta)$-private; far lower bounds |
 
     Many steps of DP-SGD are close to one Gaussian, but not below it at every point: only the run's
-    own event, or ``"any"``, refutes a claim. With ``delta=0`` the family is ``"any"``, because no
-    Gaussian has a finite epsilon there.
+    own event, or ``"any"``, refutes a claim. With ``delta=0``, ``"gaussian"`` stands for ``"any"``,
+    because no Gaussian has a finite epsilon there.
 
     Args:
       correct: The number of right guesses.

@@ -50,7 +50,7 @@ def claim_of(
     delta = checks.delta(call, stated_delta)
     ran = mechanism.multipliers  # of all planned steps
     if ledger is not None:
-        ran = counted(ledger, mechanism)  # of the steps that ran, or of more that count too
+        ran = counted(ledger, mechanism)  # of more than ran, if results chose the end
         supplied = supplied or bool(ledger.supplied)
     supplied = supplied or any(spent.supplied for spent in mechanism.before)
     for name in methods or ():

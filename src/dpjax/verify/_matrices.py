@@ -98,8 +98,9 @@ def largest(noise: Strategy, most: int, apart: int) -> float:
         if noise.steps > LARGEST:
             return bound
     elif not is_normalized(noise):
-        # Where the first column of a Toeplitz C falls, the pattern 0, apart, 2 apart, ... has the
-        # largest sum. For other columns, the least falling column above |column| bounds the sum.
+        # C is Toeplitz, because its columns were not normalized. If its first column falls, the
+        # pattern 0, apart, 2 apart, ... has the largest sum. Otherwise the least falling column
+        # above |column| gives a bound.
         column = np.abs(first_column(noise))
         falling = np.maximum.accumulate(column[::-1])[::-1]
         bound = min(bound, of_first_pattern(falling, most, apart))

@@ -94,8 +94,8 @@ def merged(points: np.ndarray, masses: np.ndarray) -> Law:
     widths = np.diff(occupied, prepend=-1)
     # Then merge neighbouring cells. The merged points are as dense as the sixth root of the density
     # of mass, because epsilon depends on the tails. So a cell has the share
-    # (mass / width)^(1/6) * width of the merged points. The shares are added for the laws without
-    # the example, which has the masses, and with it, which has the sums as masses.
+    # (mass / width)^(1/6) * width of the merged points. It is added over two laws: without the
+    # example the masses are `masses`, and with it they are `sums`, since a point is their ratio.
     roots = (masses / masses.sum()) ** (1 / 6) + (sums / sums.sum()) ** (1 / 6)
     shares = np.cumsum(roots * widths ** (5 / 6))
     merged_cells = ((POINTS - 1) * shares / shares[-1]).astype(int)

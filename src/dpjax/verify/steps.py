@@ -41,10 +41,11 @@ class Step(NamedTuple):
 def steps_of(card: Card) -> Counter[Step] | None:
     """The noisy sums that the runs of a card released, rounded as in `at_levels`.
 
-    None if no noise hides an example, in a sum or in the choice of a batch.
+    None if no noise hides an example in a release: in a sum, or in the choice of batches.
     """
     before = card.mechanism.before
     runs = (*before, card.mechanism)
+    # The card's clipping was read as a dictionary of any values, so its bounds are checked here.
     bounds = read(list[Number], card.mechanism.clipping.get("bounds"), "clipping.bounds")
     if card.steps and math.inf in bounds:  # one example can move a sum by any amount
         return None
