@@ -584,7 +584,7 @@ KILLS = {
     "test_attacks_on_a_gaussian_reach_its_trade_off_curve": [
         kills("verify/_epsilon.py", "steep.min(), flat.min()", "steep.min()"),
         kills("verify/_epsilon.py", "steep.min(), flat.min()", "flat.min()", slow=True),
-        kills("verify/cards.py", "sound = no_less(card, deltas)", "sound = True"),
+        kills("verify/cards.py", "sound = rates_hold(card, deltas)", "sound = True"),
     ],
     "test_no_changed_card_passes": [
         kills("verify/cards.py", "if claimed > largest * (1 + LOOSE):", "if False:"),

@@ -190,9 +190,9 @@ def audit_algorithm(
         rounding.append(step_with.rounding(leaves_with, leaves_without))
     # A difference that rounding can explain is not evidence against the mechanism.
     least_moved = np.maximum(0.0, np.subtract(moved, rounding))
-    # One row moves the sum by one bound, and a replacement by two. The neighbours of this audit
-    # decide, and not the mechanism's relation: where the canary is only left out, twice the claim
-    # does not refute a step with half of the noise.
+    # A canary that is left out moves the sum by one bound, and a replaced one by two. This follows
+    # from `instead`, not from the mechanism's relation: with twice the claim, an audit that leaves
+    # the canary out does not refute a step with half of the noise.
     claimed = _of_one_row(mechanism)
     if instead is not None:
         claimed = 2.0 * claimed

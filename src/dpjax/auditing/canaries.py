@@ -64,10 +64,11 @@ def score_canaries(
        \sum_{j \in \mathrm{rest}} \bar g_j(w_t) + \frac12 \sum_k \bar g_k(w_t) \Bigr)
        \Bigr\rangle $$
 
-    with $\bar g_i(w_t)$ the clipped gradient of canary $i$ at the parameters before step $t$, and
-    $\tilde g_t$ the private mean of the step, less its expectation over all $n$ rows: the attacker
-    knows the rest of the data and that canaries $k$ joined by fair coins. With several groups the
-    mean of a canary's factors stands for all of them in $\bar g_i$.
+    with $\bar g_i(w_t)$ the clipped gradient of canary $i$ at the parameters before step $t$,
+    $\tilde g_t$ the private mean of the step, and $n$ the number of rows and canaries. The
+    expectation of the mean is subtracted from it: the attacker knows the rest of the data, and that
+    canaries $k$ joined by fair coins. If the rule clips several groups of leaves, $\bar g_i$ is the
+    gradient times the mean of the canary's clipping factors over the groups.
 
     Args:
       algorithm: `dpjax.dpsgd` with an optimizer from `recording`, on data that hold all canaries;
@@ -106,13 +107,14 @@ def score_canaries(
       (8, 8)
 
     References:
-      Steinke, Nasr and Jagielski, 2023, for its white-box audits; as `epsilon_lower_bound`.
+      Steinke, Nasr and Jagielski, "Privacy Auditing with One (1) Training Run", 2023, for its
+      white-box audits.
     """
     call = "auditing.score_canaries"
     hint = "Build the algorithm with auditing.recording(optimizer)."
     checks.instance(call, "state.optimizer", state.optimizer, Recorded, hint)
     mechanism = checks.instance(call, "algorithm.mechanism", algorithm.mechanism, Mechanism)
-    add = jax.jit(partial(_added, loss, per_step, mechanism))
+    add = jax.jit(partial(_scores_after_step, loss, per_step, mechanism))
     scores = jnp.zeros(trees.leading_size(canaries, name="auditing.score_canaries(canaries)"))
     for _ in range(steps):
         before = state
@@ -122,7 +124,7 @@ def score_canaries(
     return np.asarray(scores), state
 
 
-def _added(
+def _scores_after_step(
     loss: LossFn,
     per_step: Callable[[Any], PyTree] | None,
     mechanism: Mechanism,
@@ -149,11 +151,12 @@ def _added(
     examples = mechanism.sampling.examples
     canary_count = trees.leading_size(canaries)
     rest_count = trees.leading_size(rest)
-    if per_step is not None:  # the loss reads its value as the last part of each example
+    if per_step is not None:  # the loss reads the value of the step as the last part of an example
         of_step = per_step(step)
         canaries = trees.with_last(canaries, of_step, (canary_count,))
         rest = trees.with_last(rest, of_step, (rest_count,))
-    # The attacker can compute exact norms, so none is estimated here.
+    # The attacker can compute exact norms, so none is estimated here. A clipped sum has the sum of
+    # the clipped gradients as its value, and the factors that clip each of them.
     clipped = clipped_grad(loss, dataclasses.replace(mechanism.clipping, projections=None))
     of_canaries = clipped(params, canaries)
     of_rest = clipped(params, rest)

@@ -64,8 +64,9 @@ def audit_membership(
        \ln \frac{1 - \mathrm{FPR} - \delta}{1 - \mathrm{TPR}}\Bigr) $$
 
     over thresholds at 60 ranks from each end of the scores, with limits of Clopper and Pearson in
-    the place of the rates; all limits share the risk. The fit takes the distance of the means in
-    standard deviations, less its standard error, for the separation of a Gaussian mechanism.
+    the place of the rates; all limits share the risk. `Membership.gaussian_epsilon` takes a lower
+    confidence limit of the distance of the means, in standard deviations, for the separation of a
+    Gaussian mechanism.
 
     Args:
       members: Scores of rows that the model was trained on, higher where membership is likelier:
@@ -95,10 +96,10 @@ def audit_membership(
     # Four kinds of limits share the risk, a lower and an upper one of both rates, and each kind has
     # limits at `_RANKS` ranks from both ends.
     risk = (1 - confidence) / 4 / _RANKS / 2
-    by_members = _refuted(ins, outs, delta, risk)
+    by_members = _lower_bound(ins, outs, delta, risk)
     # The opposite test guesses that rows with low scores are others. Negated scores are reversed,
     # so they fall again.
-    by_others = _refuted(-outs[::-1], -ins[::-1], delta, risk)
+    by_others = _lower_bound(-outs[::-1], -ins[::-1], delta, risk)
     # The bootstrap: rows of both kinds are drawn again, with replacement.
     draw = np.random.default_rng(seed)
     resampled = []
@@ -194,8 +195,8 @@ def _checked(name: str, scores: ArrayLike) -> Float[np.ndarray, " rows"]:
     return scores
 
 
-def _refuted(ins: np.ndarray, outs: np.ndarray, delta: float, risk: float) -> float:
-    r"""The largest lower bound $\ln((\mathrm{TPR} - \delta) / \mathrm{FPR})$ over thresholds.
+def _lower_bound(ins: np.ndarray, outs: np.ndarray, delta: float, risk: float) -> float:
+    r"""The largest $\ln((\mathrm{TPR} - \delta) / \mathrm{FPR})$ over thresholds; 0 if negative.
 
     A threshold is the score of a member at one of `_ranks`, and rows at it or above are guessed to
     be members. The rates are confidence limits: TPR a lower, and FPR an upper one, each wrong with
@@ -208,13 +209,13 @@ def _refuted(ins: np.ndarray, outs: np.ndarray, delta: float, risk: float) -> fl
     # Pearson.
     ranks = _ranks(ins.size)
     out_ranks = _ranks(outs.size)
-    least_true = beta.ppf(risk, ranks, ins.size - ranks + 1)
-    most_false_at = beta.ppf(1 - risk, out_ranks, outs.size - out_ranks + 1)
-    # The other row with the next larger rank is below the threshold, so the limit at this rank
-    # holds for the threshold. Without a larger rank the limit is 1.
+    least_true = beta.ppf(risk, ranks, ins.size - ranks + 1)  # of each threshold
+    most_false_of_rank = beta.ppf(1 - risk, out_ranks, outs.size - out_ranks + 1)
+    # How many others reach each threshold. The other row with the next larger rank does not reach
+    # it, so the limit at this rank holds for the threshold. Without a larger rank the limit is 1.
     others_reaching = np.searchsorted(-outs, -ins[ranks - 1], side="right")
     next_rank = np.searchsorted(out_ranks, others_reaching + 1)  # an index of out_ranks
-    most_false = np.append(most_false_at, 1.0)[next_rank]
+    most_false = np.append(most_false_of_rank, 1.0)[next_rank]  # of each threshold
     with np.errstate(divide="ignore"):
         epsilons = np.log(np.maximum(least_true - delta, 0) / most_false)
     return float(np.max(epsilons, initial=0.0))

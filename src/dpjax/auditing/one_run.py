@@ -40,7 +40,8 @@ def epsilon_lower_bound(
     | ``"any"`` | all runs that are $(\epsilon, \delta)$-private; far lower bounds |
 
     Many steps of DP-SGD are close to one Gaussian, but not below it at every point: only the run's
-    own event, or ``"any"``, refutes a claim. With ``delta=0`` the family is ``"any"``.
+    own event, or ``"any"``, refutes a claim. With ``delta=0``, ``"gaussian"`` stands for ``"any"``,
+    because no Gaussian has a finite epsilon there.
 
     Args:
       correct: The number of right guesses.
@@ -51,7 +52,7 @@ def epsilon_lower_bound(
       curve: The family, as above.
 
     Returns:
-      The bound, at most 50; 0 if nothing is refuted.
+      The bound, with ``"any"`` at most 50; 0 if nothing is refuted.
 
     Example:
       >>> round(epsilon_lower_bound(950, 1000, canaries=1000, delta=1e-5), 2)
@@ -90,22 +91,28 @@ def epsilon_lower_bound(
 
 
 def refuted(
-    least: Callable[[float], float], correct: int, guesses: int, canaries: int, risk: float
+    least_false_positives: Callable[[float], float],
+    correct: int,
+    guesses: int,
+    canaries: int,
+    risk: float,
 ) -> bool:
     """Whether a trade-off curve makes this many right guesses, or more, rarer than ``risk``.
 
-    ``least`` is the smallest false-positive rate that the curve allows at a true-positive rate.
+    ``least_false_positives`` is the curve: from a rate of true positives to the smallest rate of
+    false positives that it allows.
     """
-    # For a random canary, `right` is the chance that its guess is right and that j guesses or more
-    # are right in all; `wrong` is the chance that its guess is wrong and that j or more are right.
-    # They begin at j = correct, where the chance of j right guesses or more is taken to be `risk`.
-    # Flipping the canary's coin makes its right guess wrong and leaves one right guess less, so
-    # `wrong` at j is at least the rate that the curve allows for `right` at j + 1. The assumption
-    # is false if right + wrong exceeds the chance that the canary has a guess.
+    # Assume that the chance of `correct` right guesses or more is `risk`. For a random canary,
+    # `right` is the chance that its guess is right and that j guesses or more are right in all, and
+    # `wrong` is the chance that its guess is wrong and that j or more are right. They begin at
+    # j = correct, and grow as j falls: flipping the canary's coin makes its right guess wrong and
+    # leaves one right guess less, so `wrong` at j is at least the rate that the curve allows for
+    # `right` at j + 1. The assumption is false if right + wrong exceeds the chance that the canary
+    # has a guess.
     right = risk * correct / canaries
     wrong = risk * (guesses - correct) / canaries
     for j in range(correct - 1, -1, -1):
-        wrong_at_j = max(wrong, least(right))
+        wrong_at_j = max(wrong, least_false_positives(right))
         if wrong_at_j == wrong:  # neither chance rises here, so none does at smaller j
             break
         # Exactly j right guesses add to both chances, in the ratio of right to wrong guesses.
@@ -119,31 +126,32 @@ def refuted(
 def _of_event(event: DpEvent, numbers: tuple[int, int, int], delta: float, risk: float) -> float:
     """The epsilon at ``delta`` of the event, with the least noise at which it is refuted.
 
-    ``numbers`` are the right guesses, all guesses and the canaries. An octave halves the noise of
-    the event. From 8 octaves more noise to 8 less, the search is exact to 0.3 % of the noise.
+    ``numbers`` are the right guesses, all guesses and the canaries. The search goes from 2^8 times
+    the noise of the event to 2^-8 times, and is exact to 0.3 % of the noise.
     """
     method = accounting.tightest(event)
     growth = np.exp(_POINTS)
 
-    def is_refuted(octaves: float) -> bool:
-        scaled_event = with_noise(event, 2.0**-octaves)
+    def is_refuted(halvings: float) -> bool:
+        """Whether the event is refuted after its noise is halved this many times."""
+        scaled_event = with_noise(event, 2.0**-halvings)
         # Canaries join or not: the data sets differ by one that is added or removed.
         profile = profile_of(scaled_event, method, neighbours="add-or-remove")
         deltas = np.array([profile.delta(epsilon) for epsilon in _POINTS])
 
-        def least(true_positives: float) -> float:
+        def least_false_positives(true_positives: float) -> float:
             """The trade-off curve: the least false-positive rate at a true-positive rate."""
             # Each (epsilon, delta) bounds the curve in both directions. More points only raise it.
             forward = np.max((true_positives - deltas) / growth)
             reverse = np.max(1 - deltas - growth * (1 - true_positives))
             return max(0.0, float(forward), float(reverse))
 
-        return refuted(least, *numbers, risk)
+        return refuted(least_false_positives, *numbers, risk)
 
-    if not is_refuted(-8.0):  # nothing is refuted, so the bound is 0
+    if not is_refuted(-8.0):  # not even with the most noise, so the bound is 0
         return 0.0
-    octaves = _largest(is_refuted, low=-8.0, high=8.0, digits=4e-3)
-    return accounting.epsilon(with_noise(event, 2.0**-octaves), delta, method)
+    halvings = _largest(is_refuted, low=-8.0, high=8.0, digits=4e-3)
+    return accounting.epsilon(with_noise(event, 2.0**-halvings), delta, method)
 
 
 def _any_refuted(epsilon: float, numbers: tuple[int, int, int], delta: float, risk: float) -> bool:

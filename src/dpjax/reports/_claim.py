@@ -46,11 +46,11 @@ def claim_of(
 ) -> Claim:
     """The claim of a mechanism; arguments as in `dpjax.statement`, whose errors name ``call``."""
     checks.instance(call, "mechanism", mechanism, Mechanism, "Of a run: algorithm.mechanism.")
-    stated_delta, _ = mechanism.stated(delta, method=None)
+    stated_delta, _ = mechanism.stated(delta, method=None)  # as given, or else of its target
     delta = checks.delta(call, stated_delta)
-    ran = mechanism.multipliers
+    ran = mechanism.multipliers  # of all planned steps
     if ledger is not None:
-        ran = counted(ledger, mechanism)
+        ran = counted(ledger, mechanism)  # of more than ran, if results chose the end
         supplied = supplied or bool(ledger.supplied)
     supplied = supplied or any(spent.supplied for spent in mechanism.before)
     for name in methods or ():
@@ -60,7 +60,7 @@ def claim_of(
     proven = [(e, name) for name, e in epsilons.items() if accounting.METHODS[name].proven]
     # The smallest of several upper bounds is an upper bound too, whichever method gives it.
     best = min(proven, default=(math.inf, ""))
-    # Attacks are bounded by the curve of one method, usually the best one.
+    # Attacks are bounded by the trade-off curve of one method, usually the best one.
     _, bounded_by = best
     if mechanism.risk is not None:
         bounded_by = mechanism.risk.method  # the noise was chosen by its curve
@@ -147,8 +147,11 @@ def not_covered(held_out: HeldOut | None, unit: str) -> list[str]:
 
 
 def _why_infinite(mechanism: Mechanism, ran: np.ndarray) -> str | None:
-    """The first reason for an infinite epsilon: a reader can act on one sentence."""
-    if math.isinf(mechanism.clipping.sensitivity) and len(ran):
+    """The first reason for an infinite epsilon, because one sentence is enough; None without any.
+
+    ``ran`` are the noise multipliers of the steps that count.
+    """
+    if math.isinf(mechanism.clipping.sensitivity) and len(ran):  # a run without steps has no sum
         return f"The rule's bound is infinite: one {mechanism.unit} can move the sum by any amount."
     if not np.all(ran > 0):
         return "The noise multiplier is 0 at some step."

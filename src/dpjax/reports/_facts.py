@@ -85,7 +85,7 @@ def range_of(values: np.ndarray) -> str:
 def _sampler(mechanism: Mechanism, steps: int) -> Row:
     """How batches are drawn, and at which rate; ``steps`` is the number of steps that count."""
     sampling = mechanism.sampling
-    # The number of steps in turn in which an example is in one batch at most.
+    # A cycle is this number of steps in turn, and an example is in at most one batch of it.
     cycle = sampling.facts.get("cycle", 1)
     size = mechanism.batch_size
     if sampling.random_bins:
@@ -93,8 +93,8 @@ def _sampler(mechanism: Mechanism, steps: int) -> Row:
         # by which sums are divided.
         size = sampling.examples / cycle
     rate = size / sampling.examples
-    lines = [mechanism.claim]
-    if sampling.rates_by_bin:  # examples have different rates, by a public score
+    lines = [mechanism.claim]  # the sampler's own words
+    if sampling.rates_by_bin:  # examples are binned by a public score, and each bin has a rate
         rate_in_words = "rates go by bins"
         lines.append(f"counted: rate {range_of(_largest_rates(mechanism, steps))}")
     elif sampling.in_parts:  # a step samples one of `cycle` parts of the data, in turn
@@ -106,10 +106,10 @@ def _sampler(mechanism: Mechanism, steps: int) -> Row:
 
 
 def _largest_rates(mechanism: Mechanism, steps: int) -> np.ndarray:
-    """The largest rate of a bin, which is accounted, at each step that counts."""
+    """The largest rate of the bins, which is accounted, at each step that counts, ``[steps]``."""
     rates, counts = zip(*mechanism.sampling.facts["rates"], strict=True)
     planned = np.repeat(np.asarray(rates), np.asarray(counts))
-    last = len(planned) - 1  # the last row stays
+    last = len(planned) - 1  # later steps have the last rate
     return planned[np.minimum(np.arange(steps), last)]
 
 
@@ -150,12 +150,13 @@ def _noise(mechanism: Mechanism, ran: np.ndarray, scaled_by: str | None) -> Row:
     lines = [_multiplier(mechanism, ran, on_sum)]
     if mechanism.noise is not None:
         lines.append(_correlation(mechanism))
-    groups = mechanism.gradient_multiplier
-    if isinstance(groups, Sequence):  # a multiplier for each group
+    by_group = mechanism.gradient_multiplier
+    if isinstance(by_group, Sequence):  # a multiplier for each group
         lines += [
-            f"by group: multiplier {_listed(groups)} x the group's own bound;",
+            f"by group: multiplier {_listed(by_group)} x the group's own bound;",
             f"{range_of(on_sum)} is what these are worth together",
         ]
+    # Without steps or with an infinite bound there is no standard deviation to state.
     if len(ran) and not math.isinf(mechanism.clipping.sensitivity):
         lines.append(_on_mean(mechanism, on_sum))
         if scaled_by is not None:

@@ -187,7 +187,7 @@ def _epsilons(claim: Claim) -> list[Row]:
 
 
 def _as_if_poisson(claim: Claim) -> list[Row]:
-    """The epsilon that papers publish for batches of an epoch, with which a reader compares."""
+    """The epsilon that papers publish for batches of an epoch, for comparison: one row, or none."""
     mechanism = claim.mechanism
     sampling = mechanism.sampling
     # The papers' figure is of independent noise.

@@ -84,28 +84,30 @@ def sensitivity(noise: Strategy, sampling: Sampling) -> float:
 def largest(noise: Strategy, most: int, apart: int) -> float:
     r"""The largest $\sum_{i, j \in P} |X_{ij}|$ over the patterns P, or a bound on it.
 
-    A pattern is the steps that one example is in, at most ``most``: any steps if ``apart`` is 1,
-    and otherwise every ``apart``-th step from one of the first.
+    A pattern is the steps that one example is in, at most ``most`` of them: any steps if ``apart``
+    is 1, and otherwise one of the first ``apart`` steps with every ``apart``-th step after it.
     """
     norms = column_norms(noise)
     if bands(noise) <= apart:  # no two columns of a pattern share a row: X is diagonal on it
-        return chosen(norms**2, most, apart)
+        return largest_pattern_sum(norms**2, most, apart)
     # An entry of X is at most the product of the norms of its two columns, so the sum is at most
     # the square of the sum of the norms.
-    bound = chosen(norms, most, apart) ** 2
+    bound = largest_pattern_sum(norms, most, apart) ** 2
     if isinstance(noise, Tree):
         bound = min(bound, by_nodes(noise, most, apart))
         if noise.steps > LARGEST:
             return bound
     elif not is_normalized(noise):
-        # Where the first column of a Toeplitz C falls, the pattern 0, apart, 2 apart, ... has the
-        # largest sum. For other columns, the least falling column above |column| bounds the sum.
+        # C is Toeplitz, because its columns were not normalized. If its first column falls, the
+        # pattern 0, apart, 2 apart, ... has the largest sum. Otherwise the least falling column
+        # above |column| gives a bound.
         column = np.abs(first_column(noise))
         falling = np.maximum.accumulate(column[::-1])[::-1]
         bound = min(bound, of_first_pattern(falling, most, apart))
         if np.all(falling == column):
             return bound
     if noise.steps > LARGEST:
+        # The bound so far can be far above the sum, so noise below it can still be enough.
         raise Unreadable(
             f"columns of {noise.steps:,} steps meet and do not fall: too many to compute."
         )
@@ -122,15 +124,15 @@ def by_matrix(noise: Strategy, most: int, apart: int, bound: float) -> float:
     squares = np.diagonal(x).copy()
     np.fill_diagonal(x, 0)
     others = np.sort(x, axis=1)[:, noise.steps - most + 1 :].sum(axis=1)
-    return min(bound, chosen(squares + others, most, apart))
+    return min(bound, largest_pattern_sum(squares + others, most, apart))
 
 
-def chosen(values: np.ndarray, most: int, apart: int) -> float:
-    """The largest sum of the values of ``most`` steps, any or every ``apart``-th."""
+def largest_pattern_sum(values: np.ndarray, most: int, apart: int) -> float:
+    """The largest sum of the values, ``[steps]``, at the steps of a pattern as in `largest`."""
     if apart == 1:
         return float(np.sort(values)[-most:].sum())
-    places = np.arange(len(values)) % apart
-    return float(np.bincount(places, values).max())
+    first_steps = np.arange(len(values)) % apart  # of the pattern of each step
+    return float(np.bincount(first_steps, values).max())
 
 
 def by_nodes(tree: Tree, most: int, apart: int) -> float:
@@ -215,7 +217,7 @@ def first_column(noise: Strategy) -> np.ndarray:
     column = np.zeros(steps)
     column[0] = 1 / values[0]
     for k in range(1, steps):
-        later_values = values[1 : k + 1]
+        later_values = values[1 : k + 1]  # v_1, v_2, ..., at most v_k
         earlier = column[k - len(later_values) : k][::-1]  # c_{k-1}, c_{k-2}, ...
         column[k] = -(later_values @ earlier) / values[0]
     return column
@@ -241,11 +243,14 @@ def change_by_bins(run: Run, orders: np.ndarray) -> np.ndarray:
     bins = run.sampling.cycle
     multiplier = min(run.multiplier_and_steps)[0]  # `require_hidden` refuses several
     no_change = np.zeros_like(orders)
+    # Only random bins are unknown. A larger matrix takes too long, and with a multiplier of 0 there
+    # is no noise that could hide the bin.
     if run.sampling.place != "random" or noise.steps > LARGEST or multiplier <= 0:
         return no_change
     entries = np.abs(matrix(noise))
     moves = np.array([entries[:, first::bins].sum(axis=1) for first in range(bins)])  # M^T
-    gram = moves @ moves.T / noise.sensitivity**2  # K for multiplier 1, [bins, bins]
+    # K for multiplier 1, [bins, bins]: the noise has sigma = multiplier * sensitivity.
+    gram = moves @ moves.T / noise.sensitivity**2
     # The sorted entries of each row of K are at most these: [bins], in ascending order. So for any
     # a, the mean over b of a growing function of K_ab is at most its mean over these.
     row_bound = np.sort(gram, axis=1).max(axis=0)

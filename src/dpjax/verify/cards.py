@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a privacy card, recomputes its epsilon, and reports which claims hold."""
+"""Reads a privacy card, recomputes its epsilon, and reports which claims hold.
+
+A card is the ``privacy.json`` in the folder of a run. The ``run.json`` next to it, which can be
+missing, holds the mechanism that the run recorded before its first step.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +51,12 @@ or cannot be read."""
 def main(words: Sequence[str] | None = None) -> int:
     """Prints a verdict for each claim of a card, or of several, and returns the exit status.
 
-    ``words`` is the folder of a run, or a card, or a folder of runs; by default the words of the
-    command line.
+    ``words`` is the folder of a run, or a card, or a folder of runs, and options; by default the
+    words of the command line.
     """
     if words is None:
         words = sys.argv[1:]
-    files = [word.removeprefix(_PARAMS) for word in words if word.startswith(_PARAMS)]
+    params_files = [word.removeprefix(_PARAMS) for word in words if word.startswith(_PARAMS)]
     words = [word for word in words if not word.startswith(_PARAMS)]
     if list(words) in (["-h"], ["--help"]):
         print(_USAGE)
@@ -62,11 +66,11 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     paths = cards_in(pathlib.Path(words[0]))
     if len(paths) == 1:
-        return verified(paths[0], words[0], files)
+        return verified(paths[0], words[0], params_files)
     statuses = []
     for path in paths:
         print(f"{path.parent}:")
-        statuses.append(verified(path, str(path.parent), files))
+        statuses.append(verified(path, str(path.parent), params_files))
     return max(statuses)
 
 
@@ -80,10 +84,10 @@ def cards_in(path: pathlib.Path) -> list[pathlib.Path]:
     return sorted(path.glob("*/privacy.json")) or [card]
 
 
-def verified(path: pathlib.Path, name: str, files: Sequence[str] = ()) -> int:
+def verified(path: pathlib.Path, name: str, params_files: Sequence[str] = ()) -> int:
     """Prints a verdict for each claim of a card, and returns its exit status.
 
-    ``name`` is the path in errors, and ``files`` are the paths in ``--params``.
+    ``name`` stands for the path in errors, and ``params_files`` are the paths in ``--params``.
     """
     logger = logging.get_absl_logger()
     level_before = logger.level
@@ -91,7 +95,7 @@ def verified(path: pathlib.Path, name: str, files: Sequence[str] = ()) -> int:
     try:
         card = load(path)
         # Pairs: whether a part of the card supports a release, and a line to print.
-        verdicts = [*findings(card), *parameters(card, path, files)]
+        verdicts = [*findings(card), *parameters(card, path, params_files)]
     except Unreadable as reason:
         print(f"{name}: {reason}", file=sys.stderr)
         return 1
@@ -110,14 +114,14 @@ def load(path: pathlib.Path) -> dict[str, Any]:
     run = path.with_name("run.json")
     if not run.exists():
         return card
-    facts = parsed(run)
-    # A person who supplied a key may know the noise, so a card must not hide it. A card that claims
-    # a supplied key for a fresh one only promises less.
-    if facts.get("randomness") == "supplied" and card.get("randomness") != "supplied":
+    recorded = parsed(run)
+    # A person who supplied a key may know the noise, so a card must not hide that it was supplied.
+    # The reverse is harmless: a card that calls a fresh key supplied only promises less.
+    if recorded.get("randomness") == "supplied" and card.get("randomness") != "supplied":
         raise Unreadable(
             "run.json states that the key was supplied, and the card beside it does not."
         )
-    if facts.get("mechanism") != card.get("mechanism"):
+    if recorded.get("mechanism") != card.get("mechanism"):
         raise Unreadable("the card describes another mechanism than run.json beside it.")
     return card
 
@@ -158,11 +162,11 @@ def findings(facts: dict[str, Any]) -> Iterator[tuple[bool, str]]:
 
 
 def parameters(
-    facts: dict[str, Any], path: pathlib.Path, files: Sequence[str] = ()
+    facts: dict[str, Any], path: pathlib.Path, params_files: Sequence[str] = ()
 ) -> Iterator[tuple[bool, str]]:
     """Yields whether parameters have the digest of a card: by default the file next to it."""
     claimed = facts.get("parameters")
-    paths = list(map(pathlib.Path, files))
+    paths = list(map(pathlib.Path, params_files))
     beside = path.with_name("params.msgpack")
     if not paths and claimed is not None and beside.exists():
         paths.append(beside)
@@ -178,13 +182,14 @@ def claims(card: Card) -> Iterator[tuple[bool, str]]:
     The claims are the epsilons first, and then the limits of attacks.
     """
     claimed = {name: claim.value for name, claim in card.epsilon.items()}
+    # The claims by proven methods. The other methods estimate.
     bounds = {name: value for name, value in claimed.items() if name in BOUNDS}
     if not bounds:
         yield False, f"promises nothing: the card claims no epsilon by {' or '.join(BOUNDS)}"
         return
     recomputed_epsilons, deltas = recomputed(card, bounds)
     # A proof by any accountant holds for every claim, so claims are compared with the smallest.
-    smallest, best = min((value, name) for name, value in recomputed_epsilons.items())
+    smallest, best_method = min((value, name) for name, value in recomputed_epsilons.items())
     # The headline of a statement is the smallest bound, so it comes first.
     for name, value in sorted(bounds.items(), key=operator.itemgetter(1)):
         # A method without a recomputed epsilon gives no upper limit of its claim.
@@ -193,8 +198,8 @@ def claims(card: Card) -> Iterator[tuple[bool, str]]:
         yield (
             verdict == "holds",
             f"{name:12} claims epsilon {upwards(value)} for one {card.mechanism.unit} at "
-            f"delta={upwards(card.delta, '.3g')}; recomputed {upwards(smallest)} by {best}, the "
-            f"best accountant here: {verdict}",
+            f"delta={upwards(card.delta, '.3g')}; recomputed {upwards(smallest)} by {best_method}, "
+            f"the best accountant here: {verdict}",
         )
     for name in claimed.keys() - set(BOUNDS):
         yield (
@@ -211,7 +216,7 @@ def attacks(card: Card, deltas: np.ndarray) -> Iterator[tuple[bool, str]]:
     if min(true_positives) == 1:
         return
     rates = [most_true_positives(deltas, rate) for rate in false_positives]
-    sound = no_less(card, deltas)
+    sound = rates_hold(card, deltas)
     verdict = "holds" if sound else "DOES NOT HOLD"
     yield (
         sound,
@@ -249,8 +254,8 @@ def verdict_of(claimed: float, smallest: float, largest: float, delta: float) ->
     return "holds"
 
 
-def no_less(card: Card, deltas: np.ndarray) -> bool:
-    """Whether attacks reach no more than the card claims, if these are its deltas."""
+def rates_hold(card: Card, deltas: np.ndarray) -> bool:
+    """Whether attacks have at most the true positives that the card claims, by these deltas."""
     return all(
         claimed >= most_true_positives(deltas, false_positives) * (1 - TOLERANCE)
         for false_positives, claimed in card.true_positive_rates
@@ -258,7 +263,10 @@ def no_less(card: Card, deltas: np.ndarray) -> bool:
 
 
 def recomputed(card: Card, bounds: dict[str, float]) -> tuple[dict[str, float], np.ndarray]:
-    """Epsilon by each method that is needed to confirm these bounds, and deltas at `EPSILONS`."""
+    """Epsilon by each method that is needed to confirm the claims, and deltas at `EPSILONS`.
+
+    ``bounds`` are the claimed epsilons by the proven methods. The deltas bound attacks.
+    """
     steps = steps_of(card)
     if steps is None:  # no noise hides some example
         return dict.fromkeys(BOUNDS, math.inf), np.ones_like(EPSILONS)
@@ -266,7 +274,7 @@ def recomputed(card: Card, bounds: dict[str, float]) -> tuple[dict[str, float], 
     by_divergences = epsilons.get("rdp", math.inf)
     epsilons_hold = min(bounds.values()) >= by_divergences * (1 - TOLERANCE)
     # Loss distributions take seconds. They can confirm a claim that Rényi divergences cannot.
-    if "pld" in bounds or not epsilons_hold or not no_less(card, deltas):
+    if "pld" in bounds or not epsilons_hold or not rates_hold(card, deltas):
         epsilon, deltas_by_losses = by_losses(card, steps)
         # The smaller of two upper bounds is an upper bound too.
         epsilons["pld"] = min(epsilon, by_divergences)

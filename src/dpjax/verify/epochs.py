@@ -79,22 +79,23 @@ def paired(join: Join, left: Law, right: Law) -> Law:
 
 
 def merged(points: np.ndarray, masses: np.ndarray) -> Law:
-    """Merges the points of a law to at most `POINTS`, more of them where it has much mass."""
+    """Merges the points of a law to at most `POINTS`, each the mean of the points it replaces."""
     if points.size <= POINTS:
         return points, masses
     # First sort the points into `CELLS` cells, of equal width in their logarithm.
     logs = np.log(points)
     logs -= logs.min()
     cells = (logs * ((CELLS - 1) / logs.max())).astype(int)
-    masses, sums = binned(cells, masses, masses * points)
+    masses, sums = binned(cells, masses, masses * points)  # [CELLS]; sums of mass times point
     occupied = np.flatnonzero(masses)
     masses = masses[occupied]
     sums = sums[occupied]
     # An occupied cell is widened by the empty ones before it.
     widths = np.diff(occupied, prepend=-1)
     # Then merge neighbouring cells. The merged points are as dense as the sixth root of the density
-    # of mass, because epsilon depends on the tails: of the laws without the example (masses) and
-    # with it (sums). A cell has a share of (mass / width)^(1/6) * width of the merged points.
+    # of mass, because epsilon depends on the tails. So a cell has the share
+    # (mass / width)^(1/6) * width of the merged points. It is added over two laws: without the
+    # example the masses are `masses`, and with it they are `sums`, since a point is their ratio.
     roots = (masses / masses.sum()) ** (1 / 6) + (sums / sums.sum()) ** (1 / 6)
     shares = np.cumsum(roots * widths ** (5 / 6))
     merged_cells = ((POINTS - 1) * shares / shares[-1]).astype(int)

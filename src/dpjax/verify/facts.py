@@ -21,7 +21,8 @@ MOST_STEPS = 10**8
 MOST_LEVELS = 256
 # The proven methods of a card.
 BOUNDS = ("rdp", "pld", "rdp-classic")
-# A proof for one relation also implies the later ones, with the sensitivity of these.
+# The relations of neighbours, in this order: a proof for one of them also implies the later ones,
+# with the sensitivity of these.
 NEIGHBOURS = ("add-or-remove", "zero-out", "replace-one")
 
 
@@ -293,8 +294,7 @@ def card_of(value: dict[str, Any]) -> Card:
         value = SINCE_FORMAT_5 | value
     card = read(Card, value, "the card")
     for name, claim in card.epsilon.items():
-        proven = name in BOUNDS
-        # A card must call exactly these methods proven.
+        proven = name in BOUNDS  # a card must call exactly these methods proven
         one_of((proven,), claim.proven, f"the card.epsilon.{name}.proven")
     planned = sum(steps for _, steps in card.mechanism.multiplier_and_steps)
     if card.steps > planned:
@@ -303,7 +303,8 @@ def card_of(value: dict[str, Any]) -> Card:
     for run in runs:
         if not run.unit.isidentifier():  # the verdicts print it
             raise refused("the card.mechanism.unit", run.unit, "one word")
-    # The batches of all runs are proved for the last of their relations, and for later ones.
+    # The batches of each run are proved for its sampler's relation and for the later ones. All runs
+    # together are proved for the last of these relations and for the later ones.
     last = max(NEIGHBOURS.index(run.sampling.neighbours) for run in runs)
     if NEIGHBOURS.index(card.mechanism.neighbours) < last:
         raise Unreadable(

@@ -36,19 +36,19 @@ def digest(path: pathlib.Path) -> str:
 def _digest(content: bytes) -> str:
     """Hashes each array's name, dtype and shape, and then its numbers, in the order of names."""
     leaves = msgpack.unpackb(content, ext_hook=lambda _, array: Leaf(*msgpack.unpackb(array)))
-    total = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name in sorted(leaves):
         leaf = leaves[name]
-        if isinstance(leaf, dict):  # cut into chunks
+        if isinstance(leaf, dict):  # an array of more than a gigabyte, in chunks
             chunks = _ordered(leaf["chunks"])
             shape = _ordered(leaf["shape"])
         else:
             chunks = [leaf]
             shape = leaf.shape
-        total.update(f"{json.dumps([name, chunks[0].dtype, shape])}\n".encode())
+        hasher.update(f"{json.dumps([name, chunks[0].dtype, shape])}\n".encode())
         for chunk in chunks:
-            total.update(chunk.numbers)
-    return total.hexdigest()
+            hasher.update(chunk.numbers)
+    return hasher.hexdigest()
 
 
 def _ordered(entries: dict[str, Any]) -> list[Any]:

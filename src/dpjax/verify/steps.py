@@ -41,16 +41,19 @@ class Step(NamedTuple):
 def steps_of(card: Card) -> Counter[Step] | None:
     """The noisy sums that the runs of a card released, rounded as in `at_levels`.
 
-    None if no noise hides an example, in a sum or in the choice of a batch.
+    None if no noise hides an example in a release: in a sum, or in the choice of batches.
     """
     before = card.mechanism.before
     runs = (*before, card.mechanism)
+    # The card's clipping was read as a dictionary of any values, so its bounds are checked here.
     bounds = read(list[Number], card.mechanism.clipping.get("bounds"), "clipping.bounds")
     if card.steps and math.inf in bounds:  # one example can move a sum by any amount
         return None
-    if any(run.sampling.event == "none" for run in runs):  # the choice of batches is a release
+    # The choice of batches is a release, and has no noise.
+    if any(run.sampling.event == "none" for run in runs):
         return None
-    # A step or a query without noise releases the sum itself.
+    # A step or a query without noise releases the sum itself. An earlier run is recorded with only
+    # the steps that ran, and this run with its whole plan.
     ran = first_steps(card)
     used = np.concatenate([ran, *map(planned, before)])[:, 0]  # multipliers
     queries = [multiplier for run in runs for multiplier in run.preparation]
@@ -87,23 +90,25 @@ def steps_of_run(run: Run, pairs: np.ndarray) -> Counter[Step]:
     if run.projections is not None:
         raise Unreadable("norms were estimated by random projections: nothing is recomputed.")
     if run.noise is not None and not is_amplified(run.noise, sampling):
-        # Correlated noise hides all steps of an example together, as one sum. Its multiplier is the
-        # first one, because `require_hidden` refuses several. Without steps there is no sum.
+        # Correlated noise hides all steps of an example together, as one sum. All steps have one
+        # multiplier, because `require_hidden` refuses several. A run without steps has no sum.
         return Counter(map(Step, multipliers[:1].tolist()))
     if sampling.event == "allocation":
         return epochs(np.repeat(multipliers, counts.astype(int)), sampling.cycle)
     if sampling.cycle > 1 or len(sampling.rates) > 1:
-        # The cost depends on the places of steps, so each step is counted by itself. An example is
-        # in one batch of a cycle, at an unknown place: the least noise is counted.
+        # An example is in one step of a cycle, and it is unknown in which. So a cycle counts as one
+        # step with its least multiplier. Each cycle is listed by itself, because its rate depends
+        # on its number.
         multipliers = np.repeat(multipliers, counts.astype(int))
         starts = np.arange(0, len(multipliers), sampling.cycle)
         if len(starts):  # a run without steps has no cycles
-            multipliers = np.minimum.reduceat(multipliers, starts)
+            multipliers = np.minimum.reduceat(multipliers, starts)  # [cycles]
         counts = np.ones(len(multipliers))
-    # The card's rates are pairs, of a rate and the number of steps that have it.
+    # The card's rates are pairs, of a rate and the number of cycles in turn that have it. With only
+    # one rate, all entries of `multipliers` have it.
     rates, lengths = np.array(sampling.rates).T
     rate_indices = np.searchsorted(np.cumsum(lengths), np.arange(len(multipliers)), side="right")
-    rates = rates[np.minimum(rate_indices, len(rates) - 1)]  # later steps have the last rate
+    rates = rates[np.minimum(rate_indices, len(rates) - 1)]  # later cycles have the last rate
     subset = None
     if sampling.event == "subset":
         subset = sampling.examples, int(sampling.batch_size)
@@ -135,10 +140,11 @@ def epochs(multipliers: np.ndarray, bins: int) -> Counter[Step]:
 
 
 def at_levels(card: Card, steps: Counter[Step], plan: Counter[Step]) -> Counter[Step]:
-    """Rounds sampled steps to the levels of the card, multipliers down and rates up.
+    """Rounds the multipliers of sampled steps down, and their rates up, to the card's levels.
 
-    So they cost no less. dpjax does it where a ``plan`` has more different steps than an accountant
-    can take; the levels follow from the whole plan, also if fewer ``steps`` ran.
+    Rounded steps cost no less. dpjax rounds where the plan has more different steps than an
+    accountant can take. ``plan`` are all planned steps, from which the levels follow, and ``steps``
+    are the steps that ran.
     """
     sampled = [step for step in plan if is_rounded(step)]
     if card.levels is None and len(sampled) > MOST_LEVELS:
@@ -148,7 +154,8 @@ def at_levels(card: Card, steps: Counter[Step], plan: Counter[Step]) -> Counter[
     count = card.levels.levels
     planned_rates = {step.rate for step in sampled}
     planned_multipliers = {step.multiplier for step in sampled}
-    # Without sampled steps both grids are empty, and no step reads them.
+    # The grids begin at the plan's least rate, and at the least multiplier, which the card states.
+    # Without sampled steps both are empty, and no step reads them.
     rates = grid(planned_rates, min(planned_rates, default=1.0), count)
     multipliers = grid(planned_multipliers, card.levels.smallest, count)
     rounded: Counter[Step] = Counter()
