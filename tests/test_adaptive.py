@@ -286,6 +286,12 @@ def test_calibration_finds_the_same_total_and_leaves_the_count_alone():
         adaptive.calibrate(0.1, 1e-5)
 
 
+def test_the_usual_count_costs_little_at_any_noise():
+    for total in (0.5, 5.0, 500.0):  # a tenth of the batch is 10
+        mechanism = described(multiplier=total, adaptive=Quantile())
+        assert mechanism.gradient_multiplier <= 1.04 * total
+
+
 def test_statement_card_and_facts_name_both_noises():
     mechanism = described(adaptive=Quantile(target=0.7, count_multiplier=3.0))
     text = statement(mechanism, 1e-5)

@@ -643,10 +643,11 @@ def test_settings_that_no_flag_gives_are_planned_and_given_ones_are_kept(worksho
         return given
 
     given = settings()
-    assert (given.optimizer, given.clipping, given.bound) == ("paced", "automatic", 1.0)
+    assert (given.optimizer, given.clipping, given.quantile) == ("paced", "automatic", 0.97)
     assert round(given.epochs) == 200  # 48 rows are one batch
     given = settings("--steps=40", "--bound=0.3", "--learning_rate=0.1", "--batch_size=20")
     assert (given.optimizer, given.clipping, given.bound) == ("sgd", "flat", 0.3)
+    assert given.quantile is None
     assert (given.steps, given.batch_size, given.average) == (40, 20, 0.75)
     assert settings("--noise_multiplier=1", "--batch_size=20").optimizer == "sgd"
 

@@ -84,7 +84,7 @@ def moves(planned, means):
 
 
 @pytest.mark.thorough
-def test_pure_noise_moves_a_parameter_by_about_the_drift():
+def test_pure_noise_moves_the_loss_at_the_bound_by_about_the_drift():
     rows = planned_for(1_000)
     mechanism = rows.mechanism
     optimizer = planning.paced(mechanism, drift=0.5)
@@ -99,7 +99,9 @@ def test_pure_noise_moves_a_parameter_by_about_the_drift():
         return (params + update, state), None
 
     (params, _), _ = jax.lax.scan(step, (params, optimizer.init(params)), noise)
-    assert 0.45 < float(jnp.std(params)) < 0.6  # a little more than 0.5 by the first steps
+    # The loss of an example whose gradient is as long as the bound.
+    moved = mechanism.clipping.sensitivity * float(jnp.std(params))
+    assert 0.4 < moved < 0.5  # the warm-up takes a little
 
 
 def test_steps_follow_from_released_means_and_their_scale_hardly_matters(planned):
@@ -113,13 +115,14 @@ def test_steps_follow_from_released_means_and_their_scale_hardly_matters(planned
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("scale", [1.0, 1e3])
-def test_a_planned_run_learns_whatever_the_scale_of_its_loss(planned, scale):
+@pytest.mark.parametrize("scale", [0.3, 30.0])
+def test_a_planned_run_learns_whatever_the_scale_of_its_inputs(planned, scale):
     x = np.random.default_rng(1).normal(size=(ROWS, 3)).astype(np.float32)
     y = x @ np.array([0.5, -1.0, 0.2], np.float32)
+    x *= scale
 
     def loss(params, example):
-        return scale * (example[0] @ params["w"] - example[1]) ** 2
+        return (example[0] @ params["w"] - example[1]) ** 2
 
     algorithm = dpjax.dpsgd(loss, planned.optimizer, planned.mechanism, (x, y))
     state = algorithm.init({"w": jnp.zeros(3)}, jax.random.key(0))

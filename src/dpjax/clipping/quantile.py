@@ -35,7 +35,8 @@ class Quantile:
       target: $\gamma$, the fraction of examples that should be below the bound.
       rate: $\eta$; 0.2 usually moves the bound by at most 10 % a step, where the target is 0.5.
       count_multiplier: The noise multiplier of the count.  By default a tenth of the expected
-        batch size: the fraction then has noise of standard deviation 0.05.
+        batch size, for which the fraction has noise of standard deviation 0.05, and at least four
+        times the total of the mechanism, which leaves the sums 3 % more noise.
       geometric: Whether the bound moves in proportion to itself.  If not, by
         ``rate * (target - fraction)`` times the rule's own bound.
 

@@ -113,6 +113,13 @@ _rules = ["flat", "grouped", "automatic", "normalized", "psac", "hard_threshold"
 _PLANNED = "; planned from sizes, epsilon and delta if not given"
 _privacy.choice("clipping", "flat", _rules, f"Rule that bounds one example's gradient{_PLANNED}.")
 _privacy.number("bound", 0.5, "Largest norm that one example adds to the sum, or to each group.")
+_privacy.number(
+    "quantile",
+    None,
+    f"Let the bound follow this quantile of the gradient norms, from --bound on{_PLANNED}.",
+    0,
+    1,
+)
 _privacy.whole("groups", 8, "Number of groups for --clipping=grouped.")
 _schedules = ["constant", *names.CURRICULA]
 _privacy.choice("noise_schedule", "constant", _schedules, "Noise multiplier over the epochs.")

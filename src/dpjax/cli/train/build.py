@@ -25,6 +25,7 @@ from dpjax._rounding import three_digits
 from dpjax.cli.flag_sets import names
 from dpjax.mechanism import Spent
 from dpjax.models.activations import by_name as activation_by_name
+from dpjax.planning import plans
 from dpjax.training.run_folder import spending
 from dpjax.types import Sampler
 
@@ -162,12 +163,16 @@ def build_mechanism(
     before = ()
     if given.continue_from is not None:  # that run, and the runs before it
         before = Spent.of_run(**processes.from_first(lambda: spending(given.continue_from)))
+    adaptive = None
+    if given.quantile is not None:
+        adaptive = dpjax.clipping.Quantile(target=given.quantile, rate=plans.QUANTILE_RATE)
     mechanism = dpjax.Mechanism(
         sampling=batches,
         clipping=rule(given.bound),
         noise_multiplier=build_noise_schedule(given, steps, steps_per_epoch(given, examples)),
         steps=steps,
         preparation=queries,
+        adaptive=adaptive,
         before=before,
         noise=build_strategy(given, batches, steps),
         unit=unit,
