@@ -652,6 +652,13 @@ def test_settings_that_no_flag_gives_are_planned_and_given_ones_are_kept(worksho
     assert settings("--noise_multiplier=1", "--batch_size=20").optimizer == "sgd"
 
 
+def test_the_command_plans_the_bounds_that_the_function_plans(workshop):
+    by_command = command.plan(parsed("--accountant=rdp")).mechanism
+    by_function = dpjax.plan(48, np.zeros(1), epsilon=3.0, delta=1e-5).mechanism
+    assert by_command.adaptive == by_function.adaptive
+    assert by_command.clipping == by_function.clipping
+
+
 @pytest.mark.thorough
 @kills("cli/train/command.py", "how_chosen = planning.NO_SETTING", "pass")
 @kills("cli/train/unsearched.py", "is_planned(given) and not typed", "is_planned(given)")

@@ -25,7 +25,6 @@ from dpjax._rounding import three_digits
 from dpjax.cli.flag_sets import names
 from dpjax.mechanism import Spent
 from dpjax.models.activations import by_name as activation_by_name
-from dpjax.planning import plans
 from dpjax.training.run_folder import spending
 from dpjax.types import Sampler
 
@@ -165,7 +164,7 @@ def build_mechanism(
         before = Spent.of_run(**processes.from_first(lambda: spending(given.continue_from)))
     adaptive = None
     if given.quantile is not None:
-        adaptive = dpjax.clipping.Quantile(target=given.quantile, rate=plans.QUANTILE_RATE)
+        adaptive = dpjax.clipping.Quantile(target=given.quantile, rate=0.5)  # that of `dpjax.plan`
     mechanism = dpjax.Mechanism(
         sampling=batches,
         clipping=rule(given.bound),

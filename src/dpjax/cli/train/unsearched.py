@@ -8,7 +8,6 @@ from typing import Any
 from absl import flags
 
 from dpjax import planning
-from dpjax.planning import plans
 
 # Who types one of these wants the optimizer of the flags.
 _RATES = ("optimizer", "learning_rate", "rate_per_512", "warmup_steps", "momentum", "floor")
@@ -47,7 +46,7 @@ def apply(given: flags.FlagValues, examples: int) -> None:
         values["epochs"] = steps * batch / examples  # from which `build_mechanism` has the steps
     # `dpjax.plan` has this rule and this optimizer too.
     if not any(given[name].present for name in _BOUNDS):
-        values.update(clipping="automatic", bound=plans.FIRST_BOUND, quantile=plans.QUANTILE)
+        values.update(clipping="automatic", bound=3.0, quantile=0.97)
     if not any(given[name].present for name in _RATES):
         values["optimizer"] = "paced"
     if not given["average"].present:
