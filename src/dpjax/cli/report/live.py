@@ -55,7 +55,7 @@ def live_plot(*names: str) -> Callable[[Sequence[Mapping[str, Any]]], None]:
                 handle = display.display(image, display_id=True)
             else:
                 handle.update(image)
-        # An error would end `fit`, and a run without a directory would lose its trained state.
+        # An error ends `fit`, and the trained state is lost if the run has no directory.
         except Exception as error:
             logging.error("reports.live_plot: the figure was not drawn: %s", error)
 

@@ -109,7 +109,7 @@ def number_of_runs(given: flags.FlagValues) -> tuple[str, float] | None:
 def plan(given: flags.FlagValues, folder: pathlib.Path, tried: Candidates) -> list[Trial]:
     """Reads the runs of the search from ``sweep.json``; draws and writes them if it is missing.
 
-    The file also holds the flags of the search, because the folder of one refuses another one.
+    The file also holds the flags of the search: a folder takes no second search with other flags.
     """
     path = folder / "sweep.json"
     values = given.flag_values_dict()
@@ -117,7 +117,7 @@ def plan(given: flags.FlagValues, folder: pathlib.Path, tried: Candidates) -> li
     if not path.exists():
         drawn = draw(given, tried)
         for trial in drawn:
-            command(given, trial, folder)  # raises for wrong flags, before the folder is bound
+            command(given, trial, folder)  # raises for wrong flags, before they are written
         content = {"search": search, "trials": [trial._asdict() for trial in drawn]}
         replace(path, json.dumps(content, indent=2) + "\n")
     planned = read_json(path)
@@ -299,7 +299,8 @@ def costs(given: flags.FlagValues, runs: Runs) -> tuple[dict[str, Any], str]:
     done = finished(runs)
     # A guarantee at the smallest delta of the runs holds at the larger ones too.
     delta = min(read(folder, arrays=False).delta for folder in done)
-    # Runs that were stopped have a cost too, from their first step on. It follows `run.json`.
+    # A run that failed or was stopped has a cost too, unless it has no `run.json`, which is written
+    # before the first step.
     begun = [folder for folder in runs if folder in done or (folder / "run.json").exists()]
     spent = [search_cost.spent_in(folder) for folder in begun]
     prices = search_cost.prices(spent, delta, number_of_runs(given))

@@ -61,8 +61,8 @@ def prices(
     """The costs of a search with these runs: of one run, of all, and of the best one.
 
     The best one has a price only if the number of runs was drawn from ``number``, a distribution
-    and its mean. This price takes for granted that each run that could have been drawn costs as
-    much as one of ``runs``.
+    and its mean. This price assumes that each run that could have been drawn costs as much as one
+    of ``runs``.
     """
     # Costs add only if all runs protect the same unit under the same neighbouring relation.
     protected = {protects(run.mechanism) for run in runs}
