@@ -136,7 +136,7 @@ def _header(run: SavedRun) -> Iterator[str]:
     yield f'<header>\n<p class="kicker">A run of dpjax, in {escape(run.path.resolve().name)}</p>'
     yield f"<h1>{escape(_name(run))}</h1>"
     yield f'<p class="verdict">{_verdict(run)}</p>'
-    if run.supplied:  # the key of the noise
+    if run.supplied:  # the caller supplied the key of the noise
         yield f'<p class="notice">{SUPPLIED}</p>'
     if run.foreign:  # why the privacy card is an earlier run's
         words = f"privacy.json is of an earlier run in this folder: {run.foreign}."
@@ -213,7 +213,7 @@ def _promise(run: SavedRun) -> Iterator[str]:
 
 def _made_with(config: dict[str, Any]) -> Iterator[str]:
     """A section for the plain facts of `config.json`, and one for each group of facts in it."""
-    if not config:
+    if not config:  # only `dpjax train` writes the file
         return
     yield "<h2>What it was made with</h2>"
     nested = {name: entries for name, entries in config.items() if isinstance(entries, dict)}

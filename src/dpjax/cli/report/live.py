@@ -40,8 +40,9 @@ def live_plot(*names: str) -> Callable[[Sequence[Mapping[str, Any]]], None]:
       remove these before you publish it. Also remove the figures of a run with a supplied key; they
       have no note, because the log does not record the key's origin.
     """
+    # IPython and Matplotlib are optional: without one of them this raises, before any step runs.
     display = importlib.import_module("IPython.display")
-    with style():  # without Matplotlib this raises, before any step runs
+    with style():
         pass
     handle = None  # of the figure in the notebook, once it is displayed
 
@@ -72,7 +73,7 @@ def _figure(rows: list[dict[str, Any]], names: Sequence[str]) -> bytes:
     if any(name.startswith(_PREFIX_OF_PRIVATE) for name in names):
         badge = PRIVATE
     with style():
-        figure = canvas(WIDTH, height=0.5 + 1.9 * len(names))  # a margin, and each axes
+        figure = canvas(WIDTH, height=0.5 + 1.9 * len(names))  # a margin, and the axes
         # One subplot is an axes rather than an array; `ravel` makes an array of both.
         all_axes = np.ravel(figure.subplots(len(names)))
         for axes, name in zip(all_axes, names, strict=True):

@@ -232,7 +232,7 @@ def execute(given: flags.FlagValues, planned: Planned) -> None:
     if planned.per_epoch is None and dataset.owners is None:
         loss_of_row = planned.of_example
     evaluation = Evaluation(planned.model, loss_of_row, mechanism.clipping, dataset)
-    describe = describing(given, planned.dataset)
+    describe = describing(given, planned.dataset)  # its inputs are without features
 
     def evaluate(state: Any) -> dict[str, Any]:
         describe(state.params)  # writes config.json
@@ -275,7 +275,7 @@ def configuration(given: flags.FlagValues) -> dict[str, Any]:
 
 def announce(given: flags.FlagValues, planned: Planned) -> None:
     """Prints the cost of the run, together with the runs before it."""
-    if not processes.first_process():
+    if not processes.first_process():  # one process prints for all
         return
     mechanism = planned.mechanism
     dataset = planned.dataset

@@ -102,7 +102,7 @@ class Evaluation:
 
     def write(self, folder: pathlib.Path, params: Any) -> None:
         """Writes averaged parameters, test predictions and gradient norms into the folder."""
-        # The card that `fit` wrote has the digest of the last parameters, before the average.
+        # `fit` wrote the digest of the last parameters into the card, and averages are released.
         card = read_json(folder / "privacy.json")
         card["parameters"] = trees.digest(params)
         replace(folder / "privacy.json", json.dumps(card, indent=2) + "\n", public=True)

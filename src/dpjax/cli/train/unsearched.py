@@ -30,9 +30,8 @@ def is_whole(given: flags.FlagValues) -> bool:
 def apply(given: flags.FlagValues, examples: int) -> None:
     """Sets the flags that were not typed as `dpjax.plan` chooses them, if settings are planned.
 
-    A typed flag is kept. So is the default of the others in its group: one typed bound keeps all of
-    `_BOUNDS`, and one typed rate all of `_RATES`. ``examples`` is the number of examples, or of
-    persons.
+    A typed flag is kept. One typed flag of `_BOUNDS`, or of `_RATES`, also keeps the defaults of
+    the others. ``examples`` is the number of examples, or of persons.
     """
     if not is_planned(given):
         return
