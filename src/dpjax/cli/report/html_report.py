@@ -152,8 +152,7 @@ def _tiles(run: SavedRun) -> Iterator[_Tile]:
     """Privacy, the measures of test examples, steps, speed and time."""
     # Each method proves a bound, the smallest first: that is `run.epsilon`, the claim.
     (best_method, _), *others = run.epsilons.items()
-    methods = [f"by {best_method}"]
-    methods += [f"{three_digits(value)} by {name}" for name, value in others]
+    methods = [f"by {best_method}", *(f"{three_digits(value)} by {name}" for name, value in others)]
     yield _Tile("epsilon", three_digits(run.epsilon), "; ".join(methods))
     yield _Tile("delta", _delta(run))
     comparison = first_and_guess(run)  # of the first measure with that of a guess
@@ -196,9 +195,8 @@ def _promise(run: SavedRun) -> Iterator[str]:
         "Publish it with the model: statement.txt.</p>"
     )
     if run.statement is None:
-        # The page shows the message of this error instead of raising it.
-        error = run.missing("statement.txt")
-        yield section(note, f"<p>{str(error).capitalize()}.</p>")
+        # `missing` is the error for this file: the page shows its message, and does not raise it.
+        yield section(note, f"<p>{str(run.missing('statement.txt')).capitalize()}.</p>")
     else:
         yield section(note, Statement(run.statement).html)
     if run.board is not None:

@@ -46,8 +46,7 @@ def run_all(
         while waiting or running:
             while waiting and len(running) < jobs:
                 folder = waiting.pop(0)
-                child = begin(commands[folder], folder)
-                running[folder] = (child, time.time())
+                running[folder] = (begin(commands[folder], folder), time.time())
             for folder, (child, began) in list(running.items()):
                 if child.poll() is not None:
                     del running[folder]

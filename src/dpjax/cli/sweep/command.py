@@ -86,9 +86,9 @@ def candidates_of(given: flags.FlagValues) -> Candidates:
         tried = search_space.candidates(given.grid, "grid")
     fixed = pairs(given.fixed, "fixed")
     # If the number of runs is drawn, the best one pays for the most expensive run that could be
-    # drawn, whether it was drawn or not. So such a search tries only flags that change no cost.
-    noise_may_be_correlated = "noise" in fixed
-    free = _FREE if noise_may_be_correlated else [*_FREE, *_FREE_OF_STRATEGY]
+    # drawn, whether it was drawn or not. So such a search tries only flags that change no cost. A
+    # fixed --noise may be correlated, for which more flags change the cost.
+    free = _FREE if "noise" in fixed else [*_FREE, *_FREE_OF_STRATEGY]
     costly = tried.keys() - {*free}
     if given.random_runs and costly:
         raise app.UsageError(

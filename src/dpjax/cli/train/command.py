@@ -341,9 +341,8 @@ def describing(given: flags.FlagValues, dataset: data.Dataset) -> Callable[[Any]
 def report(given: flags.FlagValues, dataset: data.Dataset) -> None:
     """Prints the results of a run that has ended, and writes its page."""
     folder = pathlib.Path(given.out)
-    # The references are long, and stay in the file.
-    statement, *_ = (folder / "statement.txt").read_text().partition("\n\nReferences\n")
-    print(statement)
+    # The part before the references is printed; they are long, and stay in the file.
+    print((folder / "statement.txt").read_text().partition("\n\nReferences\n")[0])
     run = read(folder)
     config = read_json(folder / "config.json")
     # The first measure has a sentence of its own. A run without test rows has no measure.

@@ -167,17 +167,14 @@ def rehearse(
     ``x`` is the shape of an input, and ``params`` are the serialized parameters of an earlier run.
     The model has ``classes`` outputs. ``epochs`` is whether the loss takes the epoch.
     """
-    variables = jax.eval_shape(model.init, jax.random.key(0), x)
-    params_shape = variables.get("params", {})  # a model without parameters has no such entry
+    # A model without parameters has no such entry.
+    params_shape = jax.eval_shape(model.init, jax.random.key(0), x).get("params", {})
     outputs = jax.eval_shape(model.apply, {"params": params_shape}, x)
     # JAX clamps a label beyond the outputs to the last one, without an error.
     if getattr(outputs, "shape", None) != (classes,):
         raise ValueError(f"the model returns {outputs} for an example; expected {classes} numbers.")
-    label = jax.ShapeDtypeStruct((), jnp.int32)
-    example = (x, label)
-    if epochs:
-        epoch = label  # a whole number too
-        example = (x, label, epoch)
+    whole = jax.ShapeDtypeStruct((), jnp.int32)  # the shape of a label, and of an epoch
+    example = (x, whole, whole) if epochs else (x, whole)
     # Raises if the loss does not take these outputs, or does not return a single number.
     jax.eval_shape(jax.grad(losses.of(model, loss)), params_shape, example)
     # Raises if the groups of parameters that are clipped were made for another model.
