@@ -101,7 +101,7 @@ def _cascade(images: Array, J: int, L: int) -> Array:
     """
     field = _field(images, J)  # the padded pixels, without the axis of paths
     bank = filter_bank(field.shape[0], field.shape[-1], J, L)
-    # A response of scale j is subsampled by 2**j, which folds a spectrum of at least 2**j blocks.
+    # Wavelets of scale j subsample by 2**j, which folds as many blocks; the last scale is J - 1.
     spectrum = spectrum_of(field, blocks=2 ** (J - 1))
     # A resolution is the number of times that a field was halved: 0 for the pixels, and j for a
     # response of scale j.
