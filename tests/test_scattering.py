@@ -126,10 +126,10 @@ def test_images_are_each_on_their_own(monkeypatch):
     together = scattering.scatter(images, 1, 2)
     one_by_one = jnp.concatenate([scattering.scatter(image[None], 1, 2) for image in images])
     np.testing.assert_allclose(together, one_by_one, atol=1e-6)
-    # Parts of 2, 2, 2 and 1 images, on every machine.
-    monkeypatch.setattr(transform, "_part_size", lambda *_: 2)
-    in_lots = transform._scatter.__wrapped__(jnp.asarray(images), 1, 2)
-    np.testing.assert_allclose(together, in_lots, atol=1e-6)
+    # Chunks of 2, 2, 2 and 1 images, on every machine.
+    monkeypatch.setattr(transform, "_chunk_size", lambda *_: 2)
+    in_chunks = transform._scatter.__wrapped__(jnp.asarray(images), 1, 2)
+    np.testing.assert_allclose(together, in_chunks, atol=1e-6)
     broken = images.copy()
     broken[3, 2, 2] = np.nan
     features = np.asarray(scattering.scatter(broken, 1, 2))

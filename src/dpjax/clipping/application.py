@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Applies a rule: from per-example gradients to their clipped sum.
 
-`clip` is the definition that every engine is held to.
+A rule scales each group of leaves of an example's gradient by a factor. `clip` is the definition
+that every engine is held to.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ def clip(
       gradients: Per-example gradients; every leaf ``(batch, ...)``, real or complex.
       mask: ``[batch]``: 1 for a real example, 0 for padding, which contributes exactly 0. True, or
         None, if all are real.
-      weights: Further factors ``[batch, groups]``; only in [0, 1] is the sensitivity kept,
-        and `dpjax.clipped_grad` sees to that.
+      weights: Further factors ``[batch, groups]``. The sum has the sensitivity only if they lie in
+        [0, 1], to which `dpjax.clipped_grad` limits them.
 
     Returns:
-      The clipped sum, the norms and the factors ``[batch, groups]`` (0 for padding).
+      The clipped sum, without the batch axis; the norms of gradients before clipping and the
+      factors, both ``[batch, groups]`` and 0 for padding.
 
     Example:
       >>> from dpjax import clipping
@@ -49,29 +51,34 @@ def clip(
       ([0.0, 1.5], [[4.0], [0.5]], [[0.25], [1.0]])
     """
     checks.instance("clipping.clip", "rule", rule, Clipping, "Such as clipping.flat(bound).")
+    # Some modes of `jax.shard_map` sum gradients over devices, so a row is not one example.
     meshes.refuse_tracking("clipping.clip")
     size = trees.leading_size(gradients, name="clipping.clip")
     real = real_rows("clipping.clip", mask, size)[:, None]
-    # The partition gets the shapes of the parameters, as it does for the noise: a partition by rank
-    # or size answers differently for a batch.
+    # The partition gets shapes without the batch axis, as it does for parameters and noise, because
+    # a partition by rank or size answers differently for a batch.
     groups = rule.partition.assign(trees.one_row(gradients))
     # Padding has a norm too, and the mask removes its norm and factor together.
     norms = trees.group_norms(gradients, groups, rule.partition.size)
     factors = jnp.where(real, rule.factors(norms), 0)
     norms = jnp.where(real, norms, 0)
     if weights is not None:
-        # A weight follows the bound: it may shorten a contribution, and lengthens none past it.
+        # Weights multiply factors that already hold the bound, so one in [0, 1] keeps it.
         factors *= jnp.broadcast_to(jnp.asarray(weights, factors.dtype), factors.shape)
     return trees.scaled_sum(gradients, factors, groups), norms, factors
 
 
 def real_rows(call: str, mask: ArrayLike | None, size: int) -> Bool[Array, " size"]:
-    """Which of a batch's rows are examples; raises unless a mask has one entry for each."""
+    """The mask of a batch, in which true is an example and false is padding.
+
+    None or True marks all ``size`` rows as examples. Raises unless another mask has one entry for
+    each row, which is 0 or 1.
+    """
     if mask is None or mask is True:
         return jnp.ones(size, bool)
     if np.shape(mask) != (size,):
         cure = ""
-        if np.ndim(mask) == 2:
+        if np.ndim(mask) == 2:  # of a batch of persons, [persons, rows of each], not of examples
             cure = (
                 " For persons give dpjax.losses.of_person(loss), (rows, mask) and mask=mask[:, 0]."
             )
@@ -79,10 +86,10 @@ def real_rows(call: str, mask: ArrayLike | None, size: int) -> Bool[Array, " siz
             f"{call}: mask has shape {np.shape(mask)}; expected ({size},), one entry per "
             f"example.{cure}"
         )
-    # A mask has no values inside jit, and each of several processes sees a part of it. Both masks
-    # are taken as they are.
-    known = not isinstance(mask, Tracer) and getattr(mask, "is_fully_addressable", True)
-    if known and not np.isin(np.asarray(mask), (0, 1)).all():
+    # A mask has no values inside jit, and one of several processes cannot read all of a mask that
+    # they share. The entries of neither are checked.
+    is_readable = not isinstance(mask, Tracer) and getattr(mask, "is_fully_addressable", True)
+    if is_readable and not np.isin(np.asarray(mask), (0, 1)).all():
         raise ValueError(
             f"{call}: mask has entries that are neither 0 nor 1. Give weights as weights=."
         )

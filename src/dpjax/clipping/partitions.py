@@ -20,7 +20,9 @@ Groups: TypeAlias = int | Partition
 
 
 def balanced(groups: int) -> Partition:
-    """Cuts the leaves, in their order, into groups of as equal size as possible.
+    """Cuts the leaves, in their order, into groups whose largest is as small as possible.
+
+    The size of a group is the number of entries in its leaves.
 
     Example:
       >>> import jax.numpy as jnp
@@ -38,26 +40,26 @@ def balanced(groups: int) -> Partition:
                 "split."
             )
         sizes = [leaf.size for leaf in leaves]
-        # Bisection makes the largest group as small as cuts between leaves allow. A capacity is too
-        # small if it needs a group too many.
+        # Bisection finds the least capacity of a group with which the leaves fit into this number
+        # of groups. It is at least the largest leaf, and at most all leaves together.
         low = max(sizes)
         high = sum(sizes)
         while low < high:
-            middle = (low + high) // 2
-            last_group = _fill(sizes, groups, middle)[-1]
+            capacity = (low + high) // 2
+            last_group = _fill(sizes, groups, capacity)[-1]  # counted from 0
             if last_group < groups:
-                high = middle
+                high = capacity
             else:
-                low = middle + 1
+                low = capacity + 1
         return _fill(sizes, groups, low)
 
     return Partition(tuple(f"group {i}" for i in range(groups)), assign)
 
 
 def _fill(sizes: Sequence[int], groups: int, capacity: int) -> tuple[int, ...]:
-    """The group of each leaf, if groups are filled in order up to a capacity.
+    """The group of each leaf, if groups are filled in order up to a capacity in entries.
 
-    Each later group gets at least one leaf. If the capacity is too small, there are more groups.
+    No group is empty. If the capacity is too small, there are more groups.
     """
     assigned = []
     group = 0

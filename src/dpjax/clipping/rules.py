@@ -24,7 +24,7 @@ ON_BOUND = 2.0**-14
 An engine may round a norm up, and an example that is exactly on its bound is kept by all of them.
 """
 
-_BOUND = "It is the most that one example can move the sum."
+_BOUND_HINT = "It is the most that one example can move the sum."
 
 
 def flat(bound: float) -> Clipping:
@@ -79,7 +79,7 @@ def grouped(
     partition = partition_of(groups)
     if bound is None:
         # k orthogonal groups of total / sqrt(k) have the sensitivity `total`.
-        total = checks.not_negative("clipping.grouped", "total", total, _BOUND)
+        total = checks.not_negative("clipping.grouped", "total", total, _BOUND_HINT)
         bound = float(total / partition.size**0.5)
     return _rule("grouped", bound, partition, jnp.ones_like)
 
@@ -203,12 +203,12 @@ def hard_threshold(bound: float, screen: float | None = None, *, groups: Groups 
     """
     call = "clipping.hard_threshold"
     hint = "Examples with longer gradients are dropped."
-    bound = checks.not_negative(call, "bound", bound, _BOUND)
+    bound = checks.not_negative(call, "bound", bound, _BOUND_HINT)
     if screen is None:
         screen = bound
     screen = checks.number(call, "screen", screen, hint)
     # (C / Z) g has norm at most C for |g| at most Z, so the sensitivity is C and not Z.
-    scale = 1.0
+    scale = 1.0  # of a gradient that is kept
     if screen != bound:  # both may be infinite or 0, and their quotient is then NaN
         scale = bound / checks.positive(call, "screen", screen, hint)
 
@@ -275,6 +275,9 @@ def _stretched(bound: float, gamma: float) -> Callable[[Norms], Norms]:
 def _rule(
     name: str, bound: float, groups: Groups, wish: Callable[[Norms], Norms], **facts: float
 ) -> Clipping:
-    """A rule that gives every group of the partition the same bound."""
+    """A rule that gives every group of the partition the same bound.
+
+    Facts are its other arguments, by which records of a run tell it from rules of the same name.
+    """
     partition = partition_of(groups)
     return Clipping(partition, (bound,) * partition.size, wish, name, facts=facts)

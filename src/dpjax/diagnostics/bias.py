@@ -38,7 +38,11 @@ def clipping_bias(
 ) -> Bias:
     r"""Compares the clipped with the unclipped mean gradient of a batch.
 
-    $$ \cos\left(\sum_i f_i g_i, \; \sum_i g_i\right) $$
+    $$ \cos\left(\sum_i f_i g_i, \; \sum_i g_i\right), \qquad
+       \text{shrinkage} = \Bigl\|\sum_i f_i g_i\Bigr\| \Big/ \Bigl\|\sum_i g_i\Bigr\| $$
+
+    with the gradient $g_i$ of example $i$ and its clipping factor $f_i$. The sums stand for means,
+    because the number of examples cancels.
 
     | edge case | value |
     |---|---|
@@ -65,39 +69,39 @@ def clipping_bias(
     """
     size = trees.leading_size(batch)
     sums = jax.jit(partial(_sums, loss, rule))
-    parts = []  # of microbatches
+    results = []  # clipped sum, unclipped sum and norms of each microbatch
     # Per-example gradients of a whole batch fill the memory for a large model.
     for start in range(0, size, microbatch_size):
         rows = jax.tree.map(lambda x, start=start: x[start : start + microbatch_size], batch)
-        parts.append(sums(params, rows))
-    clipped_parts, unclipped_parts, norm_parts = zip(*parts, strict=True)
-    clipped = _added(clipped_parts)
-    unclipped = _added(unclipped_parts)
-    norms = jnp.concatenate(norm_parts)
+        results.append(sums(params, rows))
+    clipped_sums, unclipped_sums, norms_of_microbatches = zip(*results, strict=True)
+    clipped_sum = _added(clipped_sums)
+    unclipped_sum = _added(unclipped_sums)
+    norms = jnp.concatenate(norms_of_microbatches)
     # An infinite norm is above every bound; a NaN is above none, though clipping drops the example.
     is_above = norms > jnp.asarray(rule.bounds)
     return Bias(
-        cosine=cosine(clipped, unclipped),
-        shrinkage=length(clipped) / length(unclipped),
+        cosine=cosine(clipped_sum, unclipped_sum),
+        shrinkage=length(clipped_sum) / length(unclipped_sum),
         norms=norms,
         clipped=jnp.mean(is_above, axis=0),
     )
 
 
-def _added(parts: Sequence[PyTree]) -> PyTree:
-    """The sum of trees."""
-    return jax.tree.map(lambda first, *others: sum(others, first), *parts)
+def _added(sums: Sequence[PyTree]) -> PyTree:
+    """The sum of the trees."""
+    return jax.tree.map(lambda first, *others: sum(others, first), *sums)
 
 
 def _sums(
     loss: LossFn, rule: Clipping, params: PyTree, rows: PyTree
 ) -> tuple[PyTree, PyTree, Array]:
-    """The clipped and the unclipped sum, and the norms."""
+    """The clipped and the unclipped sum of gradients, and their norms ``[batch, groups]``."""
     # Gradients are materialised and no engine is used, because the unclipped sum needs each.
     gradients = jax.vmap(jax.grad(loss), (None, 0))(params, rows)
     clipped, norms, factors = clipping.clip(rule, gradients)
     is_finite = jnp.all(jnp.isfinite(norms), axis=-1, keepdims=True)
     # The unclipped sum leaves out the same examples as the clipped one.
-    ones = jnp.broadcast_to(is_finite.astype(factors.dtype), factors.shape)
-    unclipped = trees.scaled_sum(gradients, ones, rule.partition.assign(params))
+    one_or_zero = jnp.broadcast_to(is_finite.astype(factors.dtype), factors.shape)
+    unclipped = trees.scaled_sum(gradients, one_or_zero, rule.partition.assign(params))
     return clipped, unclipped, norms

@@ -39,7 +39,7 @@ def sharpness(
 
     $$ v \leftarrow Hv / \|Hv\|, \qquad \|Hv\| \to \max_k |\lambda_k| $$
 
-    A product with the Hessian is the derivative of a gradient along $v$; the matrix is not
+    A product with the Hessian $H$ is the derivative of a gradient along $v$; the matrix is not
     materialised. A Hessian is symmetric, so singular values are absolute values of eigenvalues.
 
     Args:
@@ -63,6 +63,7 @@ def sharpness(
     step = jax.jit(partial(_step, loss))
     start = trees.random_like(jax.random.normal, jax.random.fold_in(key, Purpose.MEASURES), params)
     start_length = length(start)
+    # `jax.jvp` takes a tangent only in the dtype of its parameter.
     direction = jax.tree.map(lambda v, p: (v / start_length).astype(p.dtype), start, params)
     previous = jnp.zeros_like(start_length)  # the value of the iteration before; 0 before the first
     direction, value = step(params, batch, direction)

@@ -50,8 +50,10 @@ def ntk(
     $$ H = J J^\top, \quad HC = H \,\mathrm{diag}(C_1, \dots, C_n), \quad
        \sum_r H_r C_r \text{ for groups } r $$
 
-    Row $i$ of $J$ is the gradient of the output for input $i$. For a network of several outputs,
-    each input has one row for each output, and these rows are neighbours.
+    Row $i$ of $J$ is the gradient of the output for input $i$, which clipping scales by $C_i$. With
+    groups of leaves, $H_r$ is the kernel of the gradients of group $r$, and $C_r$ has its factors
+    on the diagonal. For a network of several outputs, each input has one row for each output, and
+    these rows are neighbours.
 
     Args:
       function: ``function(params, input)`` gives the output for one input.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Features of a whole data set: computed once, then read.
 
-A file's name is a hash of the data's bytes and of the settings, so a file is never stale. A cache
+A file's name has a hash of the data's bytes and of the settings, so a file is never stale. A cache
 is as secret as the data.
 """
 
@@ -65,17 +65,17 @@ def scattered(
         # One array is filled, because features are several times as large as the images.
         features = np.empty((len(images), *row.shape[1:]), row.dtype)
         size = min(batch_size, len(images))
-        for start in range(0, len(images), max(1, size)):  # a step of 0 is an error
+        for start in range(0, len(images), max(1, size)):  # `range` refuses a step of 0
             batch = images[start : start + size]
-            if len(batch) < size:  # compiling a second shape takes longer than padding
-                batch = np.pad(batch, [(0, size - len(batch))] + [(0, 0)] * (images.ndim - 1))
-            features[start : start + size] = transform(batch)[: len(images) - start]
+            count = len(batch)
+            if count < size:  # compiling a second shape takes longer than padding
+                batch = np.pad(batch, [(0, size - count)] + [(0, 0)] * (images.ndim - 1))
+            features[start : start + count] = transform(batch)[:count]
         return features
 
     if directory is None:
         return compute(images)
-    # All facts that decide the features. The order is that of `scatter`, whose paths have two
-    # wavelets at most.
+    # All facts that decide the features. Order 2 is the most wavelets on a path of `scatter`.
     settings = {"J": J, "L": L, "order": 2, "dtype": str(row.dtype), "version": _VERSION}
     return cached(compute, images, settings=settings, directory=directory, name="scattering")
 
@@ -90,9 +90,11 @@ def cached(
 ) -> np.ndarray:
     """Returns ``compute(inputs)``, from the disk if it was computed before.
 
+    The file is ``{name}-{hash}.npy`` in the directory, with a hash of the inputs and the settings.
+
     Args:
       compute: A function of the inputs that returns one array.
-      inputs: An array; a single changed bit makes another key.
+      inputs: An array; a single changed bit makes another hash.
       settings: All other facts that the result depends on, as JSON: numbers, strings, lists.
       directory: The folder; made if it does not exist.
       name: The beginning of the file's name.
@@ -109,7 +111,7 @@ def cached(
     """
     inputs = np.asarray(inputs)
     # The name of a dtype leaves out the byte order. Its `str` has it, but is "<V2" for bfloat16, as
-    # for any other type of two bytes that NumPy does not know.
+    # for any other type of two bytes that NumPy does not know. Together they identify the dtype.
     kind = [inputs.dtype.name, inputs.dtype.str]
     facts = {"name": name, "kind": kind, "shape": inputs.shape, "settings": dict(settings)}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
@@ -121,6 +123,6 @@ def cached(
         return np.load(path, allow_pickle=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     computed = np.asarray(compute(inputs))
-    with replacing(path) as file:
+    with replacing(path) as file:  # written whole or not at all, so no later call reads a part
         np.save(file, computed, allow_pickle=False)
     return computed

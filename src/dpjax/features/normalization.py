@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The means and variances of channels, released privately.
 
-A threshold is public, or a noisy histogram finds it, at the price of one more query. An exact
-median of the private norms is a release that no accountant sees.
+Each example's channel means are a row that is clipped to a norm, the *threshold*, and so are its
+mean squares. A threshold is public, or a noisy histogram finds it, at the price of one more query.
+An exact median of the private norms is a release that no accountant sees.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _ROWS = 2**16
 
 Features = Float[Array, "examples height width channels"]
 
-# The two queries. The searches for their thresholds have the noise streams 2 and 3.
+# The two queries, with the noise streams 0 and 1. The searches for their thresholds have 2 and 3.
 _MEANS = 0
 _SQUARES = 1
 
@@ -161,31 +162,34 @@ class Normalization:
         return _release(key, query, rows, threshold, self.noise_multiplier) / self.examples
 
     def _threshold(self, key: Key, query: int, rows: Array) -> float:
-        """The given threshold of a query, or the quantile of a noisy histogram of norms."""
+        """The given threshold of a query, or the quantile of a noisy histogram of norms.
+
+        ``query`` is 0 for means or 1 for squares, and ``rows`` are ``[examples, channels]``.
+        """
+        if not isinstance(self.thresholds, Search):
+            return self.thresholds[query]
         search = self.thresholds
-        if not isinstance(search, Search):
-            return search[query]
-        norms = trees.group_norms(rows, (0,), 1)  # the rows as one group: [examples, 1]
+        norms = trees.group_norms(rows, groups=(0,), size=1)  # one leaf, in group 0: [examples, 1]
         bin_of = jnp.searchsorted(jnp.asarray(search.edges), norms)
-        bin_of = jnp.minimum(bin_of, search.bins - 1)
-        # An example adds one vote, or none if its norm is not finite. [examples, bins]
+        bin_of = jnp.minimum(bin_of, search.bins - 1)  # norms above all edges: the last bin
+        # A row of the histogram has one 1, or none if its norm is not finite. [examples, bins]
         votes = jnp.where(jnp.isfinite(norms), jax.nn.one_hot(bin_of[:, 0], search.bins), 0)
-        # Streams 2 and 3: the two queries themselves have 0 and 1.
+        # Streams 2 and 3 are the searches'. The bound 1 is the norm of a row of votes.
         counts = _release(key, 2 + query, votes, 1.0, search.noise_multiplier)
-        # The number of examples is public, and has no noise as the sum of the counts has.
+        # The quantile is of the public number of examples, because the sum of counts has noise.
         wanted = search.quantile * self.examples
         is_enough = np.cumsum(np.asarray(counts, np.float64)) >= wanted
-        if not is_enough.any():  # because of the noise
+        if not is_enough.any():  # noise made the sums too small
             return float(search.edges[-1])
-        return float(search.edges[np.argmax(is_enough)])
+        return float(search.edges[np.argmax(is_enough)])  # argmax finds the first bin
 
 
 @jax.jit
 def _statistics(features: Features) -> tuple[Array, Array]:
     """Channel means and mean squares of each example: ``[examples, channels]``."""
     features = features.astype(trees.wide(features.dtype))
-    places = (1, 2)  # an example contributes one vector, also from a large image
-    return jnp.mean(features, axis=places), jnp.mean(features**2, axis=places)
+    pixel_axes = (1, 2)  # an example contributes one vector, also from a large image
+    return jnp.mean(features, axis=pixel_axes), jnp.mean(features**2, axis=pixel_axes)
 
 
 def _release(key: Key, query: int, rows: Array, bound: float, multiplier: float) -> Array:

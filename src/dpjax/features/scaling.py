@@ -14,7 +14,7 @@ from dpjax import trees
 
 
 class Moments(NamedTuple):
-    """Mean and variance of every channel, over examples and places."""
+    """Mean and variance of every channel, over examples and pixels."""
 
     mean: Float[Array, " channels"]
     variance: Float[Array, " channels"]
@@ -30,10 +30,12 @@ def group_norm(
 
     $$ y = \frac{x - \mu_g}{\sqrt{\sigma_g^2 + s}} $$
 
+    with the mean $\mu_g$ and the variance $\sigma_g^2$ of all pixels and channels of the group.
+
     Args:
-      features: Height, width and channels last; each place of the axes before them is one example.
-        An array of three axes is a single example: give sequences, ``(examples, length,
-        channels)``, a height of 1, ``features[:, None]``.
+      features: Height, width and channels last; the axes before them count examples. An array of
+        three axes is a single example: give sequences, ``(examples, length, channels)``, a height
+        of 1, ``features[:, None]``.
       groups: The number of groups; the papers use 9, 27 or 81 for the features of a ScatterNet.
       stabilizer: $s$; prevents division by 0 in a constant group.
 
@@ -48,12 +50,13 @@ def group_norm(
       Wu and He, "Group Normalization", 2018; without its learned scale and shift.
     """
     features = jnp.asarray(features)
-    *examples_and_places, channels = features.shape
+    *examples_and_pixels, channels = features.shape
     if channels % groups:
         raise ValueError(f"features.group_norm: {groups} groups must divide {channels} channels.")
     # A mean over a group in bfloat16 keeps only two digits.
     wide = features.astype(trees.wide(features.dtype))
-    grouped = wide.reshape(*examples_and_places, groups, channels // groups)
+    # [*examples, height, width, groups, channels of a group]
+    grouped = wide.reshape(*examples_and_pixels, groups, channels // groups)
     # Height, width, and the channels of a group. The axes leave out the batch, because statistics
     # over it make an example depend on others.
     axes = (-4, -3, -1)

@@ -23,6 +23,8 @@ def augmented(
 
     $$ \frac1K \sum_{k=1}^K \text{loss}(\theta, (a_k(x), y)) $$
 
+    The view $a_k(x)$ is the input after ``augment`` with the k-th of K independent keys.
+
     Args:
       loss: ``loss(params, (x, y))``, as from `of`.
       augment: ``augment(key, x) -> view``, of the shape of x.
@@ -51,16 +53,18 @@ def augmented(
     """
     views = checks.whole("losses.augmented", "views", views)
     checks.key("losses.augmented", key)
-    # Engines map the loss over examples, and each example needs draws of its own.
+    # The purpose keeps these draws apart from others of the same root key. `mappable` makes a
+    # threefry key: engines map the loss over examples, and with a key of rbg `jax.vmap` gives every
+    # example the draws of the first one.
     key = trees.mappable(jax.random.fold_in(key, Purpose.VIEWS))
 
     def mean_loss(params: PyTree, example: tuple[Any, ...]) -> Float[Array, ""]:
-        # The numbers replace a random state: the loss stays pure, and a resumed run draws the same
-        # views.
+        # A key that is derived from row and step needs no random state: the loss stays pure, and a
+        # resumed run draws the same views.
         x, y, *numbers = unpacked("augmented", example)
         # Folds are sequential, so (row 1, step 2) and (row 2, step 1) differ.
-        folded = functools.reduce(jax.random.fold_in, numbers, key)
-        keys = jax.random.split(folded, views)
+        example_key = functools.reduce(jax.random.fold_in, numbers, key)
+        keys = jax.random.split(example_key, views)
         views_of_x = jax.vmap(augment, (0, None))(keys, x)
         values = jax.vmap(lambda view: loss(params, (view, y)))(views_of_x)
         return jnp.mean(values)

@@ -33,10 +33,10 @@ def cross_entropy(logits: Logits, label: Label) -> Loss:
       >>> round(float(cross_entropy(jnp.zeros(10), jnp.array(3))), 4)
       2.3026
     """
-    scores, chosen = _classes("cross_entropy", logits, label)
-    # A masked sum replaces scores[label]: engines materialise a gather per example, and a gather
+    logits, is_label = _logits_and_mask("cross_entropy", logits, label)
+    # A masked sum replaces logits[label]: engines materialise a gather per example, and a gather
     # wraps for negative labels.
-    return _known(chosen, jax.nn.logsumexp(scores) - jnp.sum(scores, where=chosen))
+    return _nan_if_unknown(is_label, jax.nn.logsumexp(logits) - jnp.sum(logits, where=is_label))
 
 
 def focal(gamma: float = 2.0) -> Callable[[Array, Array], Array]:
@@ -44,7 +44,8 @@ def focal(gamma: float = 2.0) -> Callable[[Array, Array], Array]:
 
     $$ -(1 - p_y)^\gamma \log p_y, \qquad p = \mathrm{softmax}(h) $$
 
-    A gamma of 0 gives the cross-entropy; the larger gamma, the less an easy example weighs.
+    with the logits $h$ and the label $y$. A gamma of 0 gives the cross-entropy; the larger gamma,
+    the less an easy example weighs.
 
     Example:
       >>> round(float(focal(gamma=2.0)(jnp.zeros(2), jnp.array(0))), 4)
@@ -56,20 +57,21 @@ def focal(gamma: float = 2.0) -> Callable[[Array, Array], Array]:
     gamma = checks.not_negative("losses.focal", "gamma", gamma, infinite=False)
 
     def loss(logits: Logits, label: Label) -> Loss:
-        scores, chosen = _classes("focal", logits, label)
+        logits, is_label = _logits_and_mask("focal", logits, label)
         # The margin m = log sum_{j != y} e^{h_j - h_y} gives both logarithms: -softplus(m) is
         # log p_y, and -softplus(-m) is log(1 - p_y). The second one is log(0) if it is computed
         # from p_y of an example that is learnt to the last bit.
-        differences = scores - jnp.sum(scores, where=chosen)
-        # A finite number excludes a class, because the gradient is NaN if all have -inf.
-        is_excluded = chosen | jnp.isneginf(scores)
+        differences = logits - jnp.sum(logits, where=is_label)
+        # The margin leaves a class out by the least finite number in place of -inf, because
+        # logsumexp of only -inf has the gradient NaN.
+        is_excluded = is_label | jnp.isneginf(logits)
         differences = jnp.where(is_excluded, jnp.finfo(differences.dtype).min, differences)
         margin = jax.nn.logsumexp(differences)
-        log_right = -jax.nn.softplus(margin)
+        log_p = -jax.nn.softplus(margin)
         if not gamma:  # 0 times an infinite logarithm is NaN
-            return _known(chosen, -log_right)
-        log_wrong = -jax.nn.softplus(-margin)
-        return _known(chosen, -jnp.exp(gamma * log_wrong) * log_right)
+            return _nan_if_unknown(is_label, -log_p)
+        log_1_minus_p = -jax.nn.softplus(-margin)
+        return _nan_if_unknown(is_label, -jnp.exp(gamma * log_1_minus_p) * log_p)
 
     return loss
 
@@ -92,10 +94,10 @@ def one_hot(error: Callable[[Array, Array], Array]) -> Callable[[Array, Array], 
     """
 
     def loss(logits: Logits, label: Label) -> Loss:
-        scores, chosen = _classes("one_hot", logits, label)
-        target = chosen.astype(scores.dtype)
+        logits, is_label = _logits_and_mask("one_hot", logits, label)
+        target = is_label.astype(logits.dtype)
         # The papers apply the squared error to the logits, not to probabilities.
-        return _known(chosen, error(scores, target))
+        return _nan_if_unknown(is_label, error(logits, target))
 
     return loss
 
@@ -122,8 +124,11 @@ def weighted(error: Callable[..., Array], weights: Sequence[float] | Array) -> C
     return loss
 
 
-def _classes(name: str, logits: ArrayLike, label: ArrayLike) -> tuple[Array, Array]:
-    """The logits in float32 or wider, and a mask that selects the label's logit."""
+def _logits_and_mask(name: str, logits: ArrayLike, label: ArrayLike) -> tuple[Array, Array]:
+    """The logits in float32 or wider, and a mask ``[classes]`` that is true at the label.
+
+    The mask is false everywhere for a label out of range.
+    """
     logits = jnp.asarray(logits)
     label = jnp.asarray(label)
     if label.shape == (1,):  # from a column of labels, [n, 1]
@@ -137,7 +142,7 @@ def _classes(name: str, logits: ArrayLike, label: ArrayLike) -> tuple[Array, Arr
     return logits.astype(trees.wide(logits.dtype)), jnp.arange(logits.size) == label
 
 
-def _known(chosen: Array, loss: Array) -> Array:
-    """The loss, or NaN for a label out of range."""
+def _nan_if_unknown(is_label: Array, loss: Array) -> Array:
+    """The loss, or NaN if the mask has no class, because the label is out of range."""
     # The gradient through NaN's branch is zero, so the example adds nothing to a private sum.
-    return jnp.where(chosen.any(), loss, jnp.nan)
+    return jnp.where(is_label.any(), loss, jnp.nan)

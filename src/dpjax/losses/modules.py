@@ -19,6 +19,12 @@ from dpjax.types import LossFn, PyTree
 ExampleLoss: TypeAlias = Callable[..., Float[Array, ""]]
 """``loss(output, target)``, with ``hidden`` and ``epoch`` if it has arguments of these names."""
 
+# The ends of error messages: how to draw for dropout, and how to do without batch statistics.
+_OWN_KEY = (
+    "Pass train=False, or write a loss with a key of row and step, as the examples of `of` do."
+)
+_STATE = 'Batch statistics mix examples: use GroupNorm, and give model.init(...)["params"].'
+
 
 def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
     """Joins a Linen module and a loss: ``loss(model.apply({"params": params}, x), y)``.
@@ -81,22 +87,23 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
     def per_example(
         params: PyTree, example: tuple[Any, ...], frozen: PyTree = None
     ) -> Float[Array, ""]:
+        # A caller may give all variables in place of the parameters.
         if isinstance(params, Mapping) and {"params", "batch_stats"} & params.keys():
             raise ValueError(f"losses.of: got the variables {sorted(params)}. {_STATE}")
         x, y, *epoch = unpacked("of", example)
-        if frozen is not None:  # the other part of the parameters
+        if frozen is not None:  # the other parameters; nested trees merge leaf by leaf
             params = unflatten_dict({**flatten_dict(frozen), **flatten_dict(params)})
         # The arguments of the loss after output and target.
         arguments: dict[str, Any] = {}
-        if epoch:  # a loss whose argument has a default also runs without `per_step`
+        if epoch:  # absent without `per_step`, and then the loss takes its default
             arguments["epoch"] = epoch[0]
-        # The collections that the model may write; Flax then returns them too. Batch statistics
-        # are never among them, so they raise and are refused below.
-        collections: dict[str, Any] = {}
+        # With `mutable` Flax returns the output and the collections that it names. Batch statistics
+        # are never among them, so a model that updates some raises, and is refused below.
+        mutable_option: dict[str, Any] = {}
         if takes_hidden:
-            collections["mutable"] = ["preactivations"]
+            mutable_option["mutable"] = ["preactivations"]
         try:
-            output = model.apply({"params": params}, x, **collections, **options)
+            output = model.apply({"params": params}, x, **mutable_option, **options)
         except (flax.errors.ScopeCollectionNotFound, flax.errors.ModifyScopeVariableError) as error:
             raise ValueError(f"losses.of: {type(model).__name__} keeps state. {_STATE}") from error
         except flax.errors.InvalidRngError as error:
@@ -120,15 +127,10 @@ def unpacked(name: str, example: Any) -> tuple[Any, ...] | list[Any]:
     return example
 
 
-_OWN_KEY = (
-    "Pass train=False, or write a loss with a key of row and step, as the examples of `of` do."
-)
-_STATE = 'Batch statistics mix examples: use GroupNorm, and give model.init(...)["params"].'
-
-
 def _hidden(model: nn.Module, params: PyTree, sown: Any) -> list[Array]:
     """The pre-activations; raises if none is kept, because the penalty is then 0."""
     hidden = jax.tree.leaves(sown)
+    # A model with a single kernel has no hidden layer.
     if not hidden and sum(jnp.ndim(leaf) > 1 for leaf in jax.tree.leaves(params)) > 1:
         raise ValueError(
             f"losses.of: {type(model).__name__} keeps no pre-activations for `hidden`. In its "

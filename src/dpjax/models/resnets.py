@@ -57,28 +57,29 @@ class WideResNet(nn.Module):
     ) -> Float[Array, "*batch classes"]:
         """Gives the logits of one image, or of a batch."""
         _parts.expect_image("WideResNet", x, smallest=4)  # two stages halve the sides
-        blocks, rest = divmod(self.depth - 4, 6)  # in a stage
-        if rest or blocks < 1:
+        # The depth counts 2 convolutions for each block of the 3 stages, and 4 further layers.
+        blocks_per_stage, rest = divmod(self.depth - 4, 6)
+        if rest or blocks_per_stage < 1:
             raise ValueError(f"models.WideResNet(depth={self.depth}): depth must be 6 n + 4.")
         x = self._conv(x, 16, 3)
         for stage in range(3):
             channels = 2**stage * 16 * self.width
-            for block in range(blocks):
+            for block in range(blocks_per_stage):
                 halves_sides = stage > 0 and block == 0
                 x = self._block(x, channels, stride=2 if halves_sides else 1)
-        x = self._normed(x).mean(axis=(-3, -2))
+        x = self._activated_norm(x).mean(axis=(-3, -2))  # over the image: [*batch, channels]
         return _parts.dense(self, x, self.classes)
 
     def _block(self, x: Array, channels: int, stride: int) -> Array:
         """Twice norm, activation and convolution, added to the input."""
-        h = self._normed(x)
+        h = self._activated_norm(x)
         if stride != 1 or x.shape[-1] != channels:
             # The shortcut branches off behind the norm, as in all pre-activation blocks.
             x = self._conv(h, channels, 1, strides=stride)
-        h = self._normed(self._conv(h, channels, 3, strides=stride))
+        h = self._activated_norm(self._conv(h, channels, 3, strides=stride))
         return x + self._conv(h, channels, 3)
 
-    def _normed(self, x: Array) -> Array:
+    def _activated_norm(self, x: Array) -> Array:
         return _parts.activated(self, self.activation, _parts.group_norm(x, self.groups))
 
     def _conv(self, x: Array, channels: int, kernel: int, **options: Any) -> Array:

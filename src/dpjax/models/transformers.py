@@ -175,16 +175,17 @@ class TextTransformer(nn.Module):
         segments = None
         if isinstance(x, tuple | list):
             tokens, segments = x
+        # Which positions are not padding.
         real = jnp.ones(tokens.shape, bool) if self.padding is None else tokens != self.padding
-        table = partial(nn.Embed, features=self.width, embedding_init=_parts.embedding_init(self))
-        h = table(self.vocabulary, name="token")(tokens)
-        smallest = tokens  # of the number of a token and that of its segment
+        embed = partial(nn.Embed, features=self.width, embedding_init=_parts.embedding_init(self))
+        h = embed(self.vocabulary, name="token")(tokens)  # [*batch, positions, width]
+        least_index = tokens  # of a token and its segment
         if segments is not None:
-            h = h + table(self.segments, name="segment")(segments)
-            smallest = jnp.minimum(tokens, segments)
-        # A lookup counts negative numbers from the end. Otherwise -100, the padding of other
-        # libraries, is read as a word. Too large numbers give NaN already.
-        is_unknown = real & (smallest < 0)
+            h = h + embed(self.segments, name="segment")(segments)
+            least_index = jnp.minimum(tokens, segments)
+        # A lookup counts negative numbers from the end, and so reads -100, the padding of other
+        # libraries, as a word. Too large numbers give NaN already.
+        is_unknown = real & (least_index < 0)
         h = jnp.where(is_unknown[..., None], jnp.nan, h)
         # The mask has axes for heads and queries: padding may attend, but no query attends to it.
         h = _encoder(self, self.length, self.layout)(h, real[..., None, None, :])
@@ -242,6 +243,7 @@ class ViT(nn.Module):
             raise ValueError(
                 f"models.ViT: patch {self.patch} must divide the sides {x.shape[-3:-1]}."
             )
+        # A convolution with patches as kernel and stride applies one dense layer to each patch.
         h = _parts.conv(
             self,
             x,
@@ -252,8 +254,8 @@ class ViT(nn.Module):
             padding="VALID",
         )
         h = h.reshape(*h.shape[:-3], -1, self.width)  # one position for each patch
-        # The class token starts at 0, as in the published ViT.
-        token = self.param("cls", nn.initializers.zeros, (1, 1, self.width))  # its shape as well
+        # The class token starts at 0 and has this shape, as in the published ViT.
+        token = self.param("cls", nn.initializers.zeros, (1, 1, self.width))
         # One class token for each image of the batch: [*batch, 1, width].
         tokens = jnp.broadcast_to(token[0], (*h.shape[:-2], 1, self.width))
         h = jnp.concatenate([tokens, h], axis=-2)

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fourier transforms of fields, as products with small matrices of cosines and sines.
 
-At the sizes of MNIST and CIFAR-10 they are faster than XLA's FFT. A *field* is real, with its rows
-first (in `mirrored` order), its columns last, and images and paths between them. A *spectrum* is
-its Fourier transform. The last axis has ``parts``: real and imaginary parts of all columns, in
-blocks of ``columns / blocks`` real ones and as many imaginary ones. Folding, which subsamples the
-field, adds whole blocks.
+At the sizes of MNIST and CIFAR-10 they are faster than XLA's FFT.
+
+A *field* is real, ``[rows, *images_and_paths, columns]``, with its rows in `mirrored` order: 0, 1,
+..., and then -1, -2, ... A *spectrum* is its Fourier transform, ``[rows, *images_and_paths,
+parts]``, with its rows in the order of an FFT. The last axis has ``2 columns`` *parts* in a number
+of *blocks*: each has the real parts of ``columns / blocks`` columns and then their imaginary parts.
+So whole blocks are the spectrum at neighbouring columns, and *folding* a spectrum, which subsamples
+the field, adds whole blocks.
 """
 
 import math
@@ -46,11 +49,11 @@ def spectrum_of(field: Array, blocks: int) -> Float[Array, "rows *images_and_pat
     cosines, sines = _waves(np.arange(columns), np.arange(columns), columns)
     # exp(-ia) exp(-ib) with the angles a of rows and b of columns is
     # cos(a) (cos(b) - i sin(b)) + sin(a) (-sin(b) - i cos(b)).
-    even = on_columns(on_rows(row_cosines, field), _parts(cosines, -sines, blocks))
-    odd = on_columns(on_rows(row_sines, field), _parts(-sines, -cosines, blocks))
+    with_cosines = on_columns(on_rows(row_cosines, field), _parts(cosines, -sines, blocks))
+    with_sines = on_columns(on_rows(row_sines, field), _parts(-sines, -cosines, blocks))
     # Row -k has the cosines of row k, and minus its sines: half the products give all rows.
-    opposite_rows = (even - odd)[(rows - 1) // 2 : 0 : -1]
-    return jnp.concatenate([even + odd, opposite_rows])
+    opposite_rows = (with_cosines - with_sines)[(rows - 1) // 2 : 0 : -1]
+    return jnp.concatenate([with_cosines + with_sines, opposite_rows])
 
 
 def _parts(real: np.ndarray, imaginary: np.ndarray, blocks: int) -> np.ndarray:
@@ -66,49 +69,58 @@ def filtered(
 ) -> Float[Array, "rows *images_and_paths angles parts"]:
     r"""The spectra of a field after convolution with each wavelet, subsampled by ``step``.
 
-    ``wavelets`` are real spectra, ``[angles, rows, columns]``. Convolution multiplies spectra.
-    Subsampling by $s$ takes the mean of the $s^2$ equal tiles of a spectrum, which have whole
-    blocks:
+    ``spectrum`` is ``[rows, *images_and_paths, parts]`` in this number of ``blocks``, a multiple of
+    ``step``; ``wavelets`` are real spectra, ``[angles, rows, columns]``. Convolution multiplies
+    spectra. Subsampling by the step $s$ takes the mean of the $s^2$ equal tiles of a spectrum of
+    $n_1$ rows and $n_2$ columns, for all $k_1 < n_1 / s$ and $k_2 < n_2 / s$:
 
     $$ \hat y(k_1, k_2) = \frac1{s^2} \sum_{a, b < s}
        (\hat x \hat\psi)(k_1 + a n_1 / s,\ k_2 + b n_2 / s) $$
     """
-    # A real factor multiplies the real and the imaginary part. [rows, angles, parts]
+    # A real factor multiplies the real and the imaginary part. The mean of tiles divides by s^2.
+    # [rows, angles, parts]
     factors = np.moveaxis(_parts(wavelets, wavelets, blocks), 0, 1) / step**2
     tile_rows = factors.shape[0] // step
-    tile_parts = factors.shape[-1] // step
-    images_and_paths = (1,) * (spectrum.ndim - 2)  # axes over which factors are broadcast
+    tile_parts = factors.shape[-1] // step  # whole blocks
+    broadcast_axes = (1,) * (spectrum.ndim - 2)  # of images and paths, which share the factors
     total = jnp.zeros((), spectrum.dtype)
     for top in range(0, tile_rows * step, tile_rows):
-        down = slice(top, top + tile_rows)
+        row_slice = slice(top, top + tile_rows)
         for left in range(0, tile_parts * step, tile_parts):
-            across = slice(left, left + tile_parts)
-            # [rows, *images_and_paths, angles, parts] of a tile
-            tile = factors[down, :, across].reshape(tile_rows, *images_and_paths, -1, tile_parts)
-            total += spectrum[down, ..., None, across] * jnp.asarray(tile, spectrum.dtype)
+            part_slice = slice(left, left + tile_parts)
+            tile = factors[row_slice, :, part_slice]  # [tile_rows, angles, tile_parts]
+            tile = tile.reshape(tile_rows, *broadcast_axes, -1, tile_parts)
+            # [tile_rows, *images_and_paths, angles, tile_parts]; the spectrum's axis of angles is 1
+            total += spectrum[row_slice, ..., None, part_slice] * jnp.asarray(tile, spectrum.dtype)
     return total
 
 
 def moduli(spectrum: Array, blocks: int) -> Float[Array, "rows *images_and_paths angles columns"]:
-    """The absolute value of the inverse Fourier transform, first of all columns, then of rows."""
+    """The absolute value of the inverse Fourier transform: from a spectrum to a field.
+
+    The transform is taken along columns first, and then along rows.
+    """
     rows = spectrum.shape[0]
     columns = spectrum.shape[-1] // 2
-    # (x + iy) exp(ib) is x cos(b) - y sin(b), and i times x sin(b) + y cos(b). The outputs are all
-    # real parts and then all imaginary parts; the inputs are the parts of the spectrum.
+    # For the spectrum x + iy and an angle b of columns, (x + iy) exp(ib) has the real part
+    # x cos(b) - y sin(b) and the imaginary part y cos(b) + x sin(b). The outputs are the real parts
+    # of all columns and then their imaginary parts; the inputs are the parts of the spectrum.
     cosines, sines = _waves(np.arange(columns), np.arange(columns), columns)
     weights_of_x = np.concatenate([cosines, sines])  # [2 columns of output, columns of input]
     weights_of_y = np.concatenate([-sines, cosines])
     matrix = _parts(weights_of_x, weights_of_y, blocks).T  # [parts, 2 columns of output]
-    # The inverse transform has the factor 1 / (rows * columns). [rows, ..., 2 columns]
-    of_columns = on_columns(spectrum, matrix / (rows * columns))
-    # The same formula for rows: even are the sums with cosines, and odd those with sines.
+    # The inverse transform has the factor 1 / (rows * columns).
+    along_columns = on_columns(spectrum, matrix / (rows * columns))  # [rows, ..., 2 columns]
+    # The same formula along rows, where x and y are the real and the imaginary part of the above.
     cosines, sines = _waves(np.arange(rows // 2 + 1), np.arange(rows), rows)
-    even, odd = jnp.split(on_rows(np.concatenate([cosines, sines]), of_columns), 2)
-    even_real, even_imaginary = jnp.split(even, 2, axis=-1)
-    odd_real, odd_imaginary = jnp.split(odd, 2, axis=-1)
-    first_rows = _norm(even_real - odd_imaginary, even_imaginary + odd_real)
-    # Row -k has the cosines of row k, and minus its sines.
-    opposite_rows = _norm(even_real + odd_imaginary, even_imaginary - odd_real)
+    waves = np.concatenate([cosines, sines])
+    with_cosines, with_sines = jnp.split(on_rows(waves, along_columns), 2)
+    x_cosines, y_cosines = jnp.split(with_cosines, 2, axis=-1)
+    x_sines, y_sines = jnp.split(with_sines, 2, axis=-1)
+    first_rows = _norm(x_cosines - y_sines, y_cosines + x_sines)
+    # Row -k has the cosines of row k, and minus its sines: half the products give all rows.
+    opposite_rows = _norm(x_cosines + y_sines, y_cosines - x_sines)
+    # The rows 0, 1, ..., and then -1, -2, ..., which is `mirrored` order.
     return jnp.concatenate([first_rows, opposite_rows[1 : (rows + 1) // 2]])
 
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-# The digits of kymatio, on which the published features depend.
+# The digits of kymatio in the integral of a Gaussian, on which the published features depend. Its
+# frequencies and angles have all digits of pi.
 _PI = 3.1415
 # The number of periods on either side of the image at which filters are sampled.
 _REACH = 2
@@ -73,15 +74,16 @@ def _width(j: int) -> float:
 
 
 def _morlet(shape: tuple[int, int], j: int, angle: float, slant: float) -> np.ndarray:
-    """The Fourier transform of one wavelet of `filter_bank`'s formula, ``[rows, columns]``.
+    r"""The Fourier transform of one wavelet of `filter_bank`'s formula, ``[rows, columns]``.
 
-    ``slant`` is s. The arrays of positions are ``[periods * rows, periods * columns]``.
+    ``angle`` is $\theta_l$ and ``slant`` is $s$. The wavelet is sampled over several periods of the
+    image, ``[periods * rows, periods * columns]``.
     """
     rows, columns = shape
-    u = _positions(rows)[:, None]
-    v = _positions(columns)
-    a = u * math.cos(angle) + v * math.sin(angle)
-    b = v * math.cos(angle) - u * math.sin(angle)
+    row = _positions(rows)[:, None]
+    column = _positions(columns)
+    a = row * math.cos(angle) + column * math.sin(angle)
+    b = column * math.cos(angle) - row * math.sin(angle)
     variance = _width(j) ** 2
     frequency = 0.75 * math.pi / 2**j  # xi
     square = a**2 + (slant * b) ** 2
@@ -89,8 +91,10 @@ def _morlet(shape: tuple[int, int], j: int, angle: float, slant: float) -> np.nd
     wave = envelope * np.exp(1j * frequency * a)  # g
     kappa = wave.sum() / envelope.sum()
     wavelet = wave - kappa * envelope
+    # All periods are added to one, because the convolution has periodic boundaries.
     spectrum = np.fft.fft2(_wrapped(wavelet, shape))
-    return spectrum.real  # the imaginary part is 0 up to rounding
+    # The wavelet at -u is the conjugate of that at u, so the imaginary part is 0 up to rounding.
+    return spectrum.real
 
 
 def _gaussian(size: int, j: int) -> np.ndarray:

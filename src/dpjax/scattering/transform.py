@@ -63,27 +63,28 @@ def scatter(
 
 @functools.partial(jax.jit, static_argnames=("J", "L"))
 def _scatter(images: Array, J: int, L: int) -> Array:
-    """Transforms the images in parts, whose size changes only speed and memory."""
+    """Transforms the images in chunks, whose size changes only speed and memory."""
     count = images.shape[0]
-    part_size = max(1, min(count, _part_size(images, J, L)))
-    # The loop takes equal parts. The remaining images are a part of their own, because padding
+    chunk_size = max(1, min(count, _chunk_size(images, J, L)))  # 1 for an empty batch
+    # `jax.lax.map` takes chunks of equal size. The last images are a smaller chunk, because padding
     # computes unused features.
-    in_loop = count // part_size * part_size
-    parts = images[:in_loop].reshape(-1, part_size, *images.shape[1:])
-    features = jax.lax.map(lambda part: _cascade(part, J, L), parts)
+    in_loop = count // chunk_size * chunk_size
+    chunks = images[:in_loop].reshape(-1, chunk_size, *images.shape[1:])
+    # [chunks, chunk_size, height, width, features]
+    features = jax.lax.map(lambda chunk: _cascade(chunk, J, L), chunks)
     features = features.reshape(in_loop, *features.shape[2:])
     if in_loop == count:
         return features
-    rest = _cascade(images[in_loop:], J, L)
-    return jnp.concatenate([features, rest])
+    last_features = _cascade(images[in_loop:], J, L)
+    return jnp.concatenate([features, last_features])
 
 
-def _part_size(images: Array, J: int, L: int) -> int:
+def _chunk_size(images: Array, J: int, L: int) -> int:
     """The number of images whose spectra fit into a CPU's caches, or occupy an accelerator."""
     _, height, width, channels = images.shape
     pixels = padded_size(height, J) * padded_size(width, J)
-    # The largest intermediate: both parts of the spectra of all angles of one scale. The second
-    # order has L times as many, with a quarter of the pixels.
+    # The largest intermediate: real and imaginary parts of the spectra of all angles of one scale.
+    # The second order has L times as many, with a quarter of the pixels.
     spectra = 2 * images.dtype.itemsize * channels * pixels * L * max(1.0, L / 4)
     capacity = 2**30  # in bytes
     if jax.default_backend() == "cpu":
@@ -92,17 +93,21 @@ def _part_size(images: Array, J: int, L: int) -> int:
 
 
 def _cascade(images: Array, J: int, L: int) -> Array:
-    """The features of one part of the images: all paths of order 0, 1 and 2.
+    """The features of one chunk of images: all paths of order 0, 1 and 2.
 
-    A path is a choice of wavelets. Arrays are ``[rows, images, paths, columns]``, where each
-    channel is an image, so transforms are products with matrices on either side.
+    A path of order n is a choice of n wavelets. Arrays are ``[rows, images, paths, columns]``: rows
+    and columns are outside, because transforms multiply by a matrix on either side, and each
+    channel counts as an image.
     """
-    field = _field(images, J)  # without the axis of paths
+    field = _field(images, J)  # the padded pixels, without the axis of paths
     bank = filter_bank(field.shape[0], field.shape[-1], J, L)
-    spectrum = spectrum_of(field, 2 ** (J - 1))  # blocks for the coarsest scale, which folds most
-    first_order = [_response(spectrum, bank, j, 0) for j in range(J)]
-    averages = [_average(field, bank, 0)[:, :, None]]  # one path
-    averages += [_average(modulus, bank, j) for j, modulus in enumerate(first_order)]
+    # Wavelets of scale j subsample by 2**j, which folds as many blocks; the last scale is J - 1.
+    spectrum = spectrum_of(field, blocks=2 ** (J - 1))
+    # A resolution is the number of times that a field was halved: 0 for the pixels, and j for a
+    # response of scale j.
+    first_order = [_response(spectrum, bank, j, resolution=0) for j in range(J)]
+    averages = [_average(field, bank, resolution=0)[:, :, None]]  # one path
+    averages += [_average(modulus, bank, resolution=j) for j, modulus in enumerate(first_order)]
     # A modulus is smoother than its field, so only coarser wavelets respond to it.
     averages += [_second_order(modulus, bank, j) for j, modulus in enumerate(first_order[:-1])]
     features = jnp.concatenate(averages, axis=2)

@@ -71,12 +71,13 @@ def report(directory: str | pathlib.Path) -> pathlib.Path:
     """
     run = read(directory)
     (run.path / "figures").mkdir(exist_ok=True)
-    figures = []
-    left_out = []
+    sections = []  # HTML, one for each figure that could be drawn
+    left_out = []  # the titles of the other figures, each with the reason
     for plot in PLOTS:
         try:
-            figures.append(_written(plot, run, number=len(figures) + 1))
-        # A file may hold anything, and a figure that fails must not cost the page.
+            sections.append(_write_figure(plot, run, number=len(sections) + 1))
+        # A file may hold anything, and a figure that fails must not cost the page. `Missing`, a
+        # LookupError, means that this run has no such data.
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             why = f"its data cannot be drawn: {error}"
             if isinstance(error, Missing):
@@ -86,8 +87,8 @@ def report(directory: str | pathlib.Path) -> pathlib.Path:
             _file_of(plot, run).unlink(missing_ok=True)
     if left_out:
         words = escape("; ".join(left_out))
-        figures.append(f'<p class="aside" id="left-out">Left out: {words}.</p>')
-    body = [*_header(run), *_promise(run), *figures, *_made_with(run.config or {})]
+        sections.append(f'<p class="aside" id="left-out">Left out: {words}.</p>')
+    body = [*_header(run), *_promise(run), *sections, *_made_with(run.config or {})]
     # The page is written last: its images exist before it names them.
     path = run.path / "report.html"
     replace(path, page(_name(run), body))
@@ -98,31 +99,36 @@ def _file_of(plot: Plot, run: SavedRun) -> pathlib.Path:
     return run.path / "figures" / f"{plot.name}.png"
 
 
-def _written(plot: Plot, run: SavedRun, number: int) -> str:
-    """Writes a figure as PNG; returns its section of the page."""
+def _write_figure(plot: Plot, run: SavedRun, number: int) -> str:
+    """Writes a figure as ``figures/NAME.png``; returns its section of the page, with an SVG.
+
+    The text of the section is title, badge (whether the figure may be published), caption, and the
+    sentence that `Plot.draw` returns, with the numbers of this run.
+    """
     badge = plot.badge(run)
     is_public = badge == RELEASED
-    kind = "open" if is_public else "private"
+    css_class = "open" if is_public else "private"
     with style():
-        figure = canvas(WIDTH, 2.9)
+        figure = canvas(WIDTH, height=2.9)
         sentence = plot.draw(figure, run)
-        image = svg(figure, plot.name, f"{plot.title}. {sentence}")
-        picture = png(figure, note_of(badge))
-    replace(_file_of(plot, run), picture, public=is_public)
-    words = (
+        # The SVG comes first, because `png` draws into the figure: a note, unless it is released.
+        svg_image = svg(figure, plot.name, label=f"{plot.title}. {sentence}")
+        png_image = png(figure, note_of(badge))
+    replace(_file_of(plot, run), png_image, public=is_public)
+    text = (
         f"<h3>{number}. {escape(plot.title)}</h3>"
-        f'<p class="badge {kind}">{escape(badge)}</p>'
+        f'<p class="badge {css_class}">{escape(badge)}</p>'
         f'<p>{escape(plot.words)}</p><p class="seen">{escape(sentence)}</p>'
     )
-    return section(words, image, tag="figure", name=plot.name)
+    return section(text, svg_image, tag="figure", name=plot.name)
 
 
 class _Tile(NamedTuple):
-    """A number at the head of the page; ``value`` is HTML, and empty where the run has none."""
+    """A number at the head of the page."""
 
     name: str
-    value: str
-    small: str = ""
+    value: str  # HTML; empty where the run has no such number, which is then not shown
+    small: str = ""  # the text below the number, in small type
 
 
 def _header(run: SavedRun) -> Iterator[str]:
@@ -130,9 +136,9 @@ def _header(run: SavedRun) -> Iterator[str]:
     yield f'<header>\n<p class="kicker">A run of dpjax, in {escape(run.path.resolve().name)}</p>'
     yield f"<h1>{escape(_name(run))}</h1>"
     yield f'<p class="verdict">{_verdict(run)}</p>'
-    if run.supplied:
+    if run.supplied:  # the caller supplied the key of the noise
         yield f'<p class="notice">{SUPPLIED}</p>'
-    if run.foreign:
+    if run.foreign:  # why the privacy card is an earlier run's
         words = f"privacy.json is of an earlier run in this folder: {run.foreign}."
         yield f'<p class="notice">{escape(words)} The page leaves out what belongs to it.</p>'
     yield '<dl class="numbers">'
@@ -143,15 +149,16 @@ def _header(run: SavedRun) -> Iterator[str]:
 
 
 def _tiles(run: SavedRun) -> Iterator[_Tile]:
-    # The best proven bound is the claim; the small print has the others.
-    (best, _), *others = run.epsilons.items()
-    methods = [f"by {best}", *(f"{three_digits(value)} by {name}" for name, value in others)]
+    """Privacy, the measures of test examples, steps, speed and time."""
+    # Each method proves a bound, the smallest first: that is `run.epsilon`, the claim.
+    (best_method, _), *others = run.epsilons.items()
+    methods = [f"by {best_method}", *(f"{three_digits(value)} by {name}" for name, value in others)]
     yield _Tile("epsilon", three_digits(run.epsilon), "; ".join(methods))
     yield _Tile("delta", _delta(run))
-    small = first_and_guess(run)  # only below the first measure
+    comparison = first_and_guess(run)  # of the first measure with that of a guess
     for name, value in measured(run).items():
-        yield _Tile(MEASURES[name], shown(name, value), small)
-        small = ""
+        yield _Tile(MEASURES[name], shown(name, value), comparison)
+        comparison = ""
     yield _Tile("steps", f"{run.rows[-1]['step']:,}")
     yield _Tile(f"{run.unit}s per second", speed_of(run), "median, in steps alone")
     config = run.config or {}
@@ -181,20 +188,22 @@ def _verdict(run: SavedRun) -> str:
 
 
 def _promise(run: SavedRun) -> Iterator[str]:
-    """The statements, and the heading of the figures that follow."""
+    """The sections of the two statements, and the heading of the figures that follow."""
     yield "<h2>What is promised</h2>"
     note = (
         "<h3>Privacy statement</h3><p>Who is protected, how, how much, and what is not covered. "
         "Publish it with the model: statement.txt.</p>"
     )
     if run.statement is None:
+        # `missing` is the error for this file: the page shows its message, and does not raise it.
         yield section(note, f"<p>{str(run.missing('statement.txt')).capitalize()}.</p>")
     else:
         yield section(note, Statement(run.statement).html)
     if run.board is not None:
-        _, _, words = run.board.partition("\n")  # after the title
+        # The first line is the title, which the note has.
+        _, _, text = run.board.partition("\n")
         note = "<h3>Statement for a board</h3><p>The promise in plain words: board.txt.</p>"
-        yield section(note, "\n".join(set_text(words.strip("\n"))))
+        yield section(note, "\n".join(set_text(text)))
     yield f'<h2>What happened</h2>\n<p class="aside">{_SEEN_BY}</p>'
     if run.evaluation is not None or run.diagnostics is not None:
         yield f'<p class="aside">{_PARAMETERS}</p>'
@@ -202,7 +211,7 @@ def _promise(run: SavedRun) -> Iterator[str]:
 
 def _made_with(config: dict[str, Any]) -> Iterator[str]:
     """A section for the plain facts of `config.json`, and one for each group of facts in it."""
-    if not config:
+    if not config:  # only `dpjax train` writes the file
         return
     yield "<h2>What it was made with</h2>"
     nested = {name: entries for name, entries in config.items() if isinstance(entries, dict)}
@@ -210,8 +219,9 @@ def _made_with(config: dict[str, Any]) -> Iterator[str]:
     yield section("<h3>Run</h3>", table(plain))
     for name, entries in nested.items():
         if entries:
-            kind = "flags" if name == "flags" else "facts"
-            yield section(f"<h3>{escape(name.capitalize())}</h3>", table(entries, kind))
+            # The flags are many: page.css sets them in two columns.
+            css_class = "flags" if name == "flags" else "facts"
+            yield section(f"<h3>{escape(name.capitalize())}</h3>", table(entries, css_class))
 
 
 def _name(run: SavedRun) -> str:

@@ -24,36 +24,39 @@ _PIXELS = 540  # fewer than the image has: sharp on screens of high resolution
 
 
 def live_plot(*names: str) -> Callable[[Sequence[Mapping[str, Any]]], None]:
-    """A figure of a run in a notebook, for ``dpjax.fit(..., progress=live_plot())``.
+    """Makes a function that draws a run in a notebook: ``dpjax.fit(..., progress=live_plot())``.
 
     Args:
       names: The numbers of the log to draw against epsilon; by default all that ``evaluate``
         returns. ``"private/loss"`` is the loss of the drawn examples.
 
     Returns:
-      A function of the rows of the log, which draws them. It logs what keeps it from drawing,
-      and raises nothing: a run is worth more than its figure.
+      A function that `fit` calls with all rows of the log so far, and that replaces the figure. It
+      logs its errors and raises none: a run is worth more than its figure.
 
     Privacy:
-      Numbers under ``private/`` are computed without noise. A note in the figure names them, as it
-      does an infinite epsilon. A notebook keeps its figures: remove such a one before you publish
-      the notebook, and any figure of a run with a supplied key, which no row mentions.
+      Numbers under ``private/`` are computed without noise. A figure with such numbers, or with an
+      infinite epsilon, has a note that it is not for publication. A notebook keeps its figures:
+      remove these before you publish it. Also remove the figures of a run with a supplied key; they
+      have no note, because the log does not record the key's origin.
     """
+    # IPython and Matplotlib are optional: without one of them this raises, before any step runs.
     display = importlib.import_module("IPython.display")
-    with style():  # without Matplotlib this raises, before any step runs
+    with style():
         pass
-    handle = None
+    handle = None  # of the figure in the notebook, once it is displayed
 
     def plot(rows: Sequence[Mapping[str, Any]]) -> None:
         nonlocal handle
-        # An error loses the state of a run without a directory, whose privacy is spent.
         try:
-            drawn = names or _evaluated(rows)
-            image = display.Image(_figure([dict(row) for row in rows], drawn), width=_PIXELS)
+            drawn_names = names or _evaluated(rows)
+            png_image = _figure([dict(row) for row in rows], drawn_names)
+            image = display.Image(png_image, width=_PIXELS)
             if handle is None:
                 handle = display.display(image, display_id=True)
             else:
                 handle.update(image)
+        # An error ends `fit`, and the trained state is lost if the run has no directory.
         except Exception as error:
             logging.error("reports.live_plot: the figure was not drawn: %s", error)
 
@@ -61,31 +64,34 @@ def live_plot(*names: str) -> Callable[[Sequence[Mapping[str, Any]]], None]:
 
 
 def _figure(rows: list[dict[str, Any]], names: Sequence[str]) -> bytes:
-    """The numbers of these names against epsilon, one below the other, as PNG."""
+    """A PNG of the numbers with these names against epsilon, one axes below the other."""
     if not names:
         raise Missing("the log has no number, as evaluate=... returns and 'private/loss' is")
     # Rows are all that the figure needs; no file is read, and the path stays empty.
     run = SavedRun(pathlib.Path(), rows)
-    badge = of_what_was_released(run)
+    badge = of_what_was_released(run)  # whether it may be published, if no number is private
     if any(name.startswith(_PREFIX_OF_PRIVATE) for name in names):
         badge = PRIVATE
     with style():
-        figure = canvas(WIDTH, 0.5 + 1.9 * len(names))
-        for axes, name in zip(np.ravel(figure.subplots(len(names))), names, strict=True):
+        figure = canvas(WIDTH, height=0.5 + 1.9 * len(names))  # a margin, and the axes
+        # One subplot is an axes rather than an array; `ravel` makes an array of both.
+        all_axes = np.ravel(figure.subplots(len(names)))
+        for axes, name in zip(all_axes, names, strict=True):
             _draw(axes, run, name)
         return png(figure, note_of(badge))
 
 
 def _draw(axes: Axes, run: SavedRun, name: str) -> None:
     """Draws one number of the log, or empty axes before its first value."""
-    path = [name]
+    keys = [name]  # in a row of the log
     color = "blue"
     if name.startswith(_PREFIX_OF_PRIVATE):
-        # The rest is one name, since a name of `evaluate` may hold a slash.
-        path = name.split("/", 1)
-        color = "clay"
+        # A row holds these numbers in a dictionary, `private`. Only the first slash separates,
+        # since the name of a number may have slashes too.
+        keys = name.split("/", 1)
+        color = "clay"  # sets private numbers apart
     try:
-        y = run.series(*path)
+        y = run.series(*keys)  # [rows, groups]
     except Missing:
         y = np.full((len(run.rows), 1), np.nan)
         axes.set_title("no finite number so far")
@@ -93,7 +99,8 @@ def _draw(axes: Axes, run: SavedRun, name: str) -> None:
 
 
 def _evaluated(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names of all rows, in their order; a number that is not finite is null."""
+    """The names of what ``evaluate`` returned in any row, in their order."""
+    # A number that is not finite is None in the log.
     names = dict.fromkeys(
         name
         for row in rows

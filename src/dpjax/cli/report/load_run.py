@@ -33,9 +33,9 @@ class SavedRun(NamedTuple):
     """The files of a folder; None for one that does not exist or is an earlier run's."""
 
     path: pathlib.Path
-    rows: list[dict[str, Any]]
-    identity: dict[str, Any] | None = None
-    card: dict[str, Any] | None = None
+    rows: list[dict[str, Any]]  # metrics.jsonl, by step
+    identity: dict[str, Any] | None = None  # run.json: the mechanism, and whose the key was
+    card: dict[str, Any] | None = None  # privacy.json
     statement: str | None = None
     board: str | None = None
     config: dict[str, Any] | None = None
@@ -95,7 +95,10 @@ class SavedRun(NamedTuple):
 
     @property
     def epsilons(self) -> dict[str, float]:
-        """The final epsilon by each proven method, best first; without a card, the log's."""
+        """The final epsilon by each proven method, smallest first; without a card, that of the log.
+
+        If no method proves one, the only entry is an infinite epsilon, "any method".
+        """
         last = self.rows[-1]
         values = {}
         if self.card is not None:
@@ -104,13 +107,14 @@ class SavedRun(NamedTuple):
                     values[name] = float(claim["value"])
         elif not last.get("estimate"):  # an estimate is not a bound
             name = str(last.get("method", "the log"))
-            values[name] = number(last.get("epsilon"), math.inf)
+            values[name] = number(last.get("epsilon"), otherwise=math.inf)
 
-        def small_and_known_first(name: str) -> tuple[float, bool]:
-            # This version has words to print for the methods that it knows.
+        def rank(name: str) -> tuple[float, bool]:
+            # A card of another version may name a method that this one does not know. At equal
+            # epsilon a known method comes first (False < True).
             return values[name], name not in accounting.METHODS
 
-        best_first = sorted(values, key=small_and_known_first)
+        best_first = sorted(values, key=rank)
         return {name: values[name] for name in best_first} or {"any method": math.inf}
 
     @property
@@ -144,7 +148,10 @@ def speed_of(run: SavedRun) -> str:
 
 
 def stated_at(run: SavedRun) -> str:
-    """The delta and the accountant of the log's epsilon, for labels of axes."""
+    """The delta and the accountant of the log's epsilon, to append to "epsilon" in a label.
+
+    For example " at delta 1e-05, by rdp"; empty if the log has neither.
+    """
     last = run.rows[-1]
     delta = number(last.get("delta"))
     words = ""
@@ -158,33 +165,34 @@ def stated_at(run: SavedRun) -> str:
 
 
 def read(directory: str | pathlib.Path, *, arrays: bool = True) -> SavedRun:
-    """Reads the folder of a run, with or without its ``.npz`` files; rows are in order of steps."""
+    """Reads the folder of a run; ``arrays=False`` skips the ``.npz`` files, which may be large."""
     path = pathlib.Path(directory)
     rows = read_log(path / "metrics.jsonl")
     if not rows:
         raise FileNotFoundError(f"reports.report: {path}: expected a metrics.jsonl with a row.")
     identity = _if_there(path / "run.json", read_json)
     card = _if_there(path / "privacy.json", read_json)
-    # A killed run may leave the card of the run before it: that epsilon must not be on this page.
     if card is not None:
         check_format(card.get("mechanism"), str(path / "privacy.json"))
-        why = _foreign(card, identity or {}, rows)
-        if why:
-            return SavedRun(path, rows, identity, foreign=why)
+        # A killed run may leave the card of the run before it, and the files that were written with
+        # that card. None of them is read, because that epsilon must not be on this run's page.
+        why_foreign = _foreign(card, identity or {}, rows)
+        if why_foreign:
+            return SavedRun(path, rows, identity, foreign=why_foreign)
     evaluation = None
     diagnostics = None
     if arrays:
-        arrays_of = partial(read_arrays, call="reports.report")
-        evaluation = _if_there(path / "evaluation.npz", arrays_of)
-        diagnostics = _if_there(path / "diagnostics.npz", arrays_of)
-    text_of = partial(pathlib.Path.read_text, encoding="utf-8")
+        read_npz = partial(read_arrays, call="reports.report")  # the caller that errors name
+        evaluation = _if_there(path / "evaluation.npz", read_npz)
+        diagnostics = _if_there(path / "diagnostics.npz", read_npz)
+    read_text = partial(pathlib.Path.read_text, encoding="utf-8")
     return SavedRun(
         path=path,
         rows=rows,
         identity=identity,
         card=card,
-        statement=_if_there(path / "statement.txt", text_of),
-        board=_if_there(path / "board.txt", text_of),
+        statement=_if_there(path / "statement.txt", read_text),
+        board=_if_there(path / "board.txt", read_text),
         config=_if_there(path / "config.json", read_json),
         evaluation=evaluation,
         diagnostics=diagnostics,

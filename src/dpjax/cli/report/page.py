@@ -49,10 +49,14 @@ def table(rows: Mapping[str, Any], kind: str = "facts") -> str:
 
 
 def set_text(text: str) -> Iterator[str]:
-    """Indented text as HTML: headings, and under them paragraphs, lists and tables."""
-    for block in re.split(r"\n\s*\n", text.strip("\n")):  # at empty lines
+    """Typesets a plain text as HTML, one element for each block between empty lines.
+
+    A block that is not indented is a heading. An indented one is a list if it begins with ``-``, a
+    table if two spaces or more separate cells in all of its lines, and else a paragraph.
+    """
+    for block in re.split(r"\n\s*\n", text.strip("\n")):
         lines = [line.strip() for line in block.splitlines()]
-        rows = [re.split(r" {2,}", line) for line in lines]  # two spaces separate cells
+        rows = [re.split(r" {2,}", line) for line in lines]  # the cells of each line
         if not block.startswith(" "):
             yield f"<h4>{escape(block)}</h4>"
         elif lines[0].startswith("- "):

@@ -128,21 +128,25 @@ def legend(axes: Axes) -> None:
 def svg(figure: Figure, name: str, label: str) -> str:
     """A figure as an SVG element; ``label`` is for screen readers, and ids begin with ``name``."""
     file = io.StringIO()
-    # Dates and versions are left out: an equal run gives an equal file.
-    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+    # Dates and versions are left out (None): an equal run gives an equal file.
+    metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(file, format="svg", transparent=True, metadata=metadata)
     text = file.getvalue()
-    # The first box is that of the figure; it is empty if the SVG has none.
-    boxes = [*re.findall(r'viewBox="([^"]*)"', text), ""]
-    opening = (
+    # An XML declaration precedes the element, and is allowed only at the start of a file.
+    text = text[text.index("<svg") :]
+    # The first view box is that of the figure; it is empty if the SVG has none.
+    view_boxes = [*re.findall(r'viewBox="([^"]*)"', text), ""]
+    opening_tag = (
         '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
-        f'viewBox="{boxes[0]}" role="img" aria-label="{escape(label)}">'
+        f'viewBox="{view_boxes[0]}" role="img" aria-label="{escape(label)}">'
     )
     # Matplotlib writes a style sheet into each SVG; the page has one for all figures.
-    text = re.sub(r"<style.*?</style>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    # Matplotlib's size is in points; the page scales the view box to its column.
-    text = re.sub(r"<svg[^>]*>", lambda _: opening, text, count=1)
-    # Ids are unique in one figure, and a page holds many figures.
+    text = re.sub(r"<style.*?</style>", "", text, flags=re.DOTALL)
+    # The new tag has no width and height, because the page scales the view box to its column. It is
+    # returned by a function, because a string may have backslashes, which `re` reads as groups.
+    text = re.sub(r"<svg[^>]*>", lambda _: opening_tag, text, count=1)
+    # Ids are unique in one figure only, and a page holds many: definitions and references of ids
+    # get the name of the figure.
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
     # Colours become CSS variables: one drawing serves the light and the dark page.
     for color, value in PALETTE.items():

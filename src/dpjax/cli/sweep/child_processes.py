@@ -34,7 +34,11 @@ def begin(command: Sequence[str], folder: pathlib.Path) -> subprocess.Popen[byte
 def run_all(
     commands: Mapping[pathlib.Path, Sequence[str]], jobs: int
 ) -> Iterator[tuple[pathlib.Path, int, float]]:
-    """Runs at most ``jobs`` commands in parallel; yields folder, status and seconds of each."""
+    """Runs the command of each folder, at most ``jobs`` in parallel.
+
+    Yields ``(folder, exit status, seconds)`` when a command ends. A folder whose command succeeded
+    receives the file ``finished``, by which a search knows that it need not run again.
+    """
     waiting = list(commands)
     # The child of each folder, and the time at which it began.
     running = dict[pathlib.Path, tuple[subprocess.Popen[bytes], float]]()
@@ -42,7 +46,7 @@ def run_all(
         while waiting or running:
             while waiting and len(running) < jobs:
                 folder = waiting.pop(0)
-                running[folder] = begin(commands[folder], folder), time.time()
+                running[folder] = (begin(commands[folder], folder), time.time())
             for folder, (child, began) in list(running.items()):
                 if child.poll() is not None:
                     del running[folder]
@@ -51,7 +55,8 @@ def run_all(
                     yield folder, child.returncode, time.time() - began
             time.sleep(0.05)  # between two looks at the children, in seconds
     finally:
-        # All children stop together, and save, before this process ends.
+        # Children still run here after Ctrl-C or an error. All are told to stop, which saves their
+        # state, before this process waits for the first of them.
         for child, _ in running.values():
             child.terminate()
         for child, _ in running.values():

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The search: draws its runs, trains the missing ones, ranks them and adds up their cost.
 
-The plan is in `sweep.json`: the same command resumes it, and every run that began is priced.
+The plan is in `sweep.json`: the same command resumes it, and every run that began is priced. With
+`--random_runs` the number of runs is drawn and secret: then the best run costs much less than all
+runs together, and no public file may reveal the number.
 """
 
 from __future__ import annotations
@@ -35,18 +37,18 @@ from dpjax.cli.train import command as train
 
 Runs = Mapping[pathlib.Path, Trial]
 
-_COUNTED = "tells how many ran: do not publish"  # a badge of the figure
+_COUNTED = "tells how many ran: do not publish"  # the badge of a figure that shows all runs
 # Flags that change no cost of a run: noise is in units of the bound.
 _FREE = ["learning_rate", "bound", "warmup_steps", "average", "floor", "evaluations", "model"]
 _FREE += ["model_options", "hidden", "activation", "torch_init"]
 _FREE += ["loss", "loss_options", "class_weights"]
 # Free with white noise only: a strategy of correlated noise is made for them.
 _FREE_OF_STRATEGY = ["optimizer", "momentum"]
-_ELSEWHERE = ("jobs", "out", "plot")  # flags of the same search
+_CHANGEABLE = ("jobs", "out", "plot")  # flags that may differ when a search is resumed
 
 
 def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
-    """Runs the search that the flags describe."""
+    """Runs the search that the flags describe; the exit status is 1 if a run failed."""
     if given.plot:
         require("dpjax sweep", "matplotlib.figure", otherwise=", or give --noplot")
     jax.config.update("jax_platforms", "cpu")  # leaves the accelerator to the runs
@@ -57,9 +59,9 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
         tried = candidates_of(given)
         with held(out):
             if number_of_runs(given) is not None:
-                out.chmod(0o700)  # the names of subfolders tell how many ran
+                out.chmod(0o700)  # the subfolders tell how many ran, which is secret
             runs = {out / trial.name: trial for trial in plan(given, out, tried)}
-            if runs.keys() - finished(runs).keys():
+            if runs.keys() - finished(runs).keys():  # a finished search is only reported again
                 announce(given, runs)
             failed = run_missing(given, runs)
             conclude(given, out, runs)
@@ -69,7 +71,11 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
 
 
 def candidates_of(given: flags.FlagValues) -> Candidates:
-    """The candidates of each flag."""
+    """The values or the range that the search tries for each flag.
+
+    ``--grid`` runs all combinations, ``--random`` draws a given number of runs from ``--ranges``,
+    and ``--random_runs`` draws the number of runs too.
+    """
     if (given.grid is None) == (given.ranges is None):
         raise app.UsageError("expected either --grid or --ranges, which say what is tried.")
     if given.ranges and not (given.random or given.random_runs):
@@ -79,12 +85,14 @@ def candidates_of(given: flags.FlagValues) -> Candidates:
     else:
         tried = search_space.candidates(given.grid, "grid")
     fixed = pairs(given.fixed, "fixed")
-    # All runs that could be drawn must cost the same, because the best pays for the dearest.
+    # If the number of runs is drawn, the best one pays for the most expensive run that could be
+    # drawn, whether it was drawn or not. So such a search tries only flags that change no cost. A
+    # fixed --noise may be correlated, for which more flags change the cost.
     free = _FREE if "noise" in fixed else [*_FREE, *_FREE_OF_STRATEGY]
-    priced = tried.keys() - {*free}
-    if given.random_runs and priced:
+    costly = tried.keys() - {*free}
+    if given.random_runs and costly:
         raise app.UsageError(
-            f"--random_runs: {min(priced)} can change what a run costs; expected flags among "
+            f"--random_runs: {min(costly)} can change what a run costs; expected flags among "
             f"{', '.join(free)}."
         )
     return tried
@@ -99,16 +107,19 @@ def number_of_runs(given: flags.FlagValues) -> tuple[str, float] | None:
 
 
 def plan(given: flags.FlagValues, folder: pathlib.Path, tried: Candidates) -> list[Trial]:
-    """The runs in the folder's plan; draws and writes a plan if there is none."""
+    """Reads the runs of the search from ``sweep.json``; draws and writes them if it is missing.
+
+    The file also holds the flags of the search: a folder takes no second search with other flags.
+    """
     path = folder / "sweep.json"
     values = given.flag_values_dict()
-    search = {name: value for name, value in values.items() if name not in _ELSEWHERE}
+    search = {name: value for name, value in values.items() if name not in _CHANGEABLE}
     if not path.exists():
-        runs = draw(given, tried)
-        for trial in runs:  # raises for wrong flags, before the plan binds this folder to them
-            command(given, trial, folder)
-        planned = {"search": search, "trials": [trial._asdict() for trial in runs]}
-        replace(path, json.dumps(planned, indent=2) + "\n")
+        drawn = draw(given, tried)
+        for trial in drawn:
+            command(given, trial, folder)  # raises for wrong flags, before they are written
+        content = {"search": search, "trials": [trial._asdict() for trial in drawn]}
+        replace(path, json.dumps(content, indent=2) + "\n")
     planned = read_json(path)
     if planned["search"] != search:
         raise app.UsageError(f"--out={folder}: another search is there. Give another --out.")
@@ -117,18 +128,22 @@ def plan(given: flags.FlagValues, folder: pathlib.Path, tried: Candidates) -> li
 
 def draw(given: flags.FlagValues, tried: Candidates) -> list[Trial]:
     """Draws all runs of the search: a random number of them, or as many as the flags name."""
-    generator = np.random.default_rng(given.seed)
+    generator = np.random.default_rng(given.seed)  # of the settings
     number = number_of_runs(given)
     if number is not None:
         distribution, mean = number
+        # The number of runs has a secret key of its own, because the key reveals the number.
         key = noise.secret_key() if given.seed is None else jax.random.key(given.seed)
         count = accounting.draw_runs(key, mean, distribution)
-        runs = search_space.trials(search_space.drawn(tried, count, generator), given.seed)
-        # The public config.json holds the folder's name: a counter there reveals how many ran.
+        settings = search_space.drawn(tried, count, generator)
+        runs = search_space.trials(settings, given.seed)
+        # `repeat` counts runs of equal settings. It is in the name of a run's folder, and so in the
+        # public config.json: random bits there do not reveal how many ran.
         return [trial._replace(repeat=secrets.randbits(64)) for trial in runs]
     chosen = search_space.every(tried)
     if given.random:
         chosen = search_space.drawn(tried, given.random, generator)
+    # Each setting runs `--seeds` times.
     repeated = [settings for settings in chosen for _ in range(given.seeds)]
     return search_space.trials(repeated, given.seed)
 
@@ -161,27 +176,28 @@ def command(given: flags.FlagValues, trial: Trial, folder: pathlib.Path) -> list
 
 
 def announce(given: flags.FlagValues, runs: Runs) -> None:
-    """Prints what the search costs before it runs, and the run without a search at that cost."""
+    """Prints what the search will cost, and the command of a single run at the same cost."""
+    # Only the first run is planned, because a plan reads data and calibrates noise.
     folder, trial = next(iter(runs.items()))
-    of_train = parsed(options_of(given, trial, folder))
-    planned = train.plan(of_train)
-    event = planned.mechanism.event
-    relation = planned.mechanism.relation
+    first_flags = parsed(options_of(given, trial, folder))
+    first_run = train.plan(first_flags)
+    event = first_run.mechanism.event
+    relation = first_run.mechanism.relation
     number = number_of_runs(given)
     if number is None:
         method = accounting.tightest(event, relation)
         every_run = accounting.compose(*[event] * len(runs))
-        total = accounting.epsilon(every_run, of_train.delta, method, relation)
+        total = accounting.epsilon(every_run, first_flags.delta, method, relation)
         covered = f"all {len(runs)} runs"
     else:
         distribution, mean = number
         total = accounting.select_best(
-            event, of_train.delta, runs=mean, distribution=distribution, neighbours=relation
+            event, first_flags.delta, runs=mean, distribution=distribution, neighbours=relation
         ).epsilon_best
         covered = f"the best of a {distribution} number, {mean:g} on average,"
     print(
-        f"If all cost as the first one, epsilon {three_digits(planned.epsilon)}: {covered} will "
-        f"cost epsilon {three_digits(total)} at delta={upwards(of_train.delta, '.3g')}.\n"
+        f"If all cost as the first one, epsilon {three_digits(first_run.epsilon)}: {covered} will "
+        f"cost epsilon {three_digits(total)} at delta={upwards(first_flags.delta, '.3g')}.\n"
         f"Without a search, dpjax train --target_epsilon={downwards(total, '.3g')} costs as much, "
         "and chooses no setting on these data.",
         flush=True,
@@ -217,9 +233,10 @@ def conclude(given: flags.FlagValues, out: pathlib.Path, runs: Runs) -> None:
     if not done:
         print("No run has finished.")
         return
-    # The price of the best of a drawn number of runs holds while that number is secret, and
-    # results, prices and figure reveal it. A score must also be of one run, no mean over several.
+    # The price of the best of a drawn number of runs holds only while that number is secret.
+    # Results, prices and figure reveal it, and then only their owner may read them.
     public = number_of_runs(given) is None
+    # That price also holds only if each run has a score of its own, not a mean with other runs.
     rows = results(done, single=not public)
     lines = "".join(json.dumps(strict(row)) + "\n" for row in rows)
     replace(out / "results.jsonl", lines, public=public)
@@ -232,27 +249,30 @@ def conclude(given: flags.FlagValues, out: pathlib.Path, runs: Runs) -> None:
 
 
 def results(runs: Runs, *, single: bool = False) -> list[dict[str, Any]]:
-    """A row for each setting, the best mean first; with ``single`` a row for each run."""
-    groups: dict[str, list[pathlib.Path]] = {}  # the folders of a row
+    """A row for each setting, the best mean first; with ``single`` a row for each run.
+
+    ``mean`` and ``deviation`` are of the test accuracies of its runs, in per cent.
+    """
+    folders_of_row: dict[str, list[pathlib.Path]] = {}
     for folder, trial in runs.items():
-        name = folder.name if single else words(trial.settings)
-        groups.setdefault(name, []).append(folder)
+        row_name = folder.name if single else words(trial.settings)
+        folders_of_row.setdefault(row_name, []).append(folder)
     rows = []
-    for folders in groups.values():
+    for folders in folders_of_row.values():
         saved = [read(folder, arrays=False) for folder in folders]
         accuracies = [100 * run.accuracy for run in saved]
-        mean = None
-        deviation = None
+        mean = None  # without test accuracies, as of a regression
+        deviation = None  # of a single run
         if not np.isnan(accuracies).any():
             mean = float(np.mean(accuracies))
             if len(saved) > 1:
                 deviation = float(np.std(accuracies, ddof=1))
         row = {
-            "settings": runs[folders[0]].settings,
+            "settings": runs[folders[0]].settings,  # equal in all folders of the row
             "runs": len(saved),
             "mean": mean,
             "deviation": deviation,
-            "epsilon": max(run.epsilon for run in saved),
+            "epsilon": max(run.epsilon for run in saved),  # holds for each of these runs
             "folders": [folder.name for folder in folders],
         }
         rows.append(row)
@@ -264,22 +284,23 @@ def table(rows: list[dict[str, Any]]) -> str:
     """The results as lines of text."""
     lines = [f"{'test accuracy':>17}  {'runs':>4}  {'epsilon':>7}  settings"]
     for row in rows:
-        mean = "none"
+        accuracy = "none"
         if row["mean"] is not None:
-            mean = f"{row['mean']:.2f} %"
+            accuracy = f"{row['mean']:.2f} %"
         if row["deviation"] is not None:
-            mean += f" ± {row['deviation']:.2f}"
+            accuracy += f" ± {row['deviation']:.2f}"
         epsilon = three_digits(row["epsilon"])
-        lines.append(f"{mean:>17}  {row['runs']:>4}  {epsilon:>7}  {words(row['settings'])}")
+        lines.append(f"{accuracy:>17}  {row['runs']:>4}  {epsilon:>7}  {words(row['settings'])}")
     return "\n".join(lines)
 
 
 def costs(given: flags.FlagValues, runs: Runs) -> tuple[dict[str, Any], str]:
-    """The cost of the search, as numbers and in words."""
+    """The cost of the search: the content of ``costs.json``, and the text to print."""
     done = finished(runs)
-    # A guarantee at the smallest delta of the runs holds at the others too.
+    # A guarantee at the smallest delta of the runs holds at the larger ones too.
     delta = min(read(folder, arrays=False).delta for folder in done)
-    # No step runs before `run.json` exists.
+    # A run that failed or was stopped has a cost too, unless it has no `run.json`, which is written
+    # before the first step.
     begun = [folder for folder in runs if folder in done or (folder / "run.json").exists()]
     spent = [search_cost.spent_in(folder) for folder in begun]
     prices = search_cost.prices(spent, delta, number_of_runs(given))

@@ -58,19 +58,27 @@ def spent_in(folder: pathlib.Path) -> Spent:
 def prices(
     runs: Sequence[Spent], delta: float, number: tuple[str, float] | None = None
 ) -> list[Price]:
-    """The costs of a search; of a drawn number of runs, all that could be drawn cost the same."""
-    # A relation is proved for all runs together or not at all.
+    """The costs of a search with these runs: of one run, of all, and of the best one.
+
+    The best one has a price only if the number of runs was drawn from ``number``, a distribution
+    and its mean. This price assumes that each run that could have been drawn costs as much as one
+    of ``runs``.
+    """
+    # Costs add only if all runs protect the same unit under the same neighbouring relation.
     protected = {protects(run.mechanism) for run in runs}
     if len(protected) > 1:
         raise ValueError(f"costs do not add: they protect {' and '.join(sorted(protected))}.")
     relation = runs[0].mechanism["neighbours"]
 
     def cost(event: dp_accounting.DpEvent) -> tuple[float, str]:
+        """Epsilon, and the method that proves it."""
         method = accounting.tightest(event, relation)
         return accounting.epsilon(event, delta, method, relation), method
 
-    # Most runs have equal events, and accounting takes seconds. Events have no hash, but a text.
+    # Most runs have equal events. Each is accounted once, because accounting takes seconds. Texts
+    # tell events apart, because events have no hash.
     different_events = list({repr(run.event): run.event for run in runs}.values())
+    # The search may keep any run, so "one run" is the most expensive one.
     one, by_one = max(cost(event) for event in different_events)
     every_run, by_every = cost(accounting.compose(*(run.event for run in runs)))
     holds = "right only if its settings were fixed without these data"

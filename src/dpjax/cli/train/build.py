@@ -59,9 +59,10 @@ OPTIMIZERS: dict[str, Callable[[flags.FlagValues, Any, Any], optax.GradientTrans
 def read_options(pairs: list[str]) -> dict[str, Any]:
     """Parses ``name=value`` pairs; a value is JSON if it parses, else text."""
     options: dict[str, Any] = {}
-    if not pairs:
+    if not pairs:  # `re.split` returns one empty pair then
         return options
-    # absl splits at every comma, also within a list: widths=[8,4].
+    # absl splits a flag at every comma, also within a list: widths=[8,4]. So the pieces are joined,
+    # and split only at commas that stand before a name and an equals sign.
     for pair in re.split(r",(?=\s*\w+=)", ",".join(pairs)):
         name, equals, value = pair.partition("=")
         if not equals:
@@ -75,7 +76,10 @@ def read_options(pairs: list[str]) -> dict[str, Any]:
 
 
 def build_loss(given: flags.FlagValues, classes: int | None) -> losses.ExampleLoss:
-    """The loss that the flags name; without ``classes`` the target is a number."""
+    """The loss that the flags name, with the weights of classes that they give.
+
+    ``classes`` is the number of labels, or None if the target is a number.
+    """
     table = LOSSES
     if classes is None:
         table = REGRESSIONS
@@ -104,26 +108,31 @@ def build_model(given: flags.FlagValues, classes: int) -> Any:
 
 
 def own_model(word: str, classes: int, options: dict[str, Any]) -> nn.Module:
-    """The model that ``module:name`` names: a Flax module, or a function that returns one."""
-    module, _, name = word.partition(":")
-    # The module is in the folder where the command runs; Python's path begins with the script's.
+    """The network of the user; ``word`` is ``networks:CNN`` for the name CNN in networks.py.
+
+    The name is that of a Flax module (an instance or a class), or of a function that returns one.
+    ``options`` are fields of the module, or arguments of the function.
+    """
+    python_module, _, name = word.partition(":")
+    # Python looks for modules in the folder of the script; the user's module is in the folder where
+    # the command runs.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        model = getattr(importlib.import_module(module), name)
+        model = getattr(importlib.import_module(python_module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(
             f"--model={word}: {error}. Write networks:CNN for class CNN in networks.py here."
         ) from error
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, nn.Module):  # a class, or a function
         parameters = inspect.signature(model).parameters
         takes_any_name = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
         # A function without `classes` is valid too, if its model has that many outputs.
-        outputs = {}
+        arguments = {}
         if "classes" in parameters or takes_any_name:
-            outputs["classes"] = classes
-        model = model(**outputs, **options)
-    elif options:
+            arguments["classes"] = classes
+        model = model(**arguments, **options)
+    elif options:  # an instance
         model = model.clone(**options)
     if not isinstance(model, nn.Module):
         raise ValueError(
@@ -144,30 +153,41 @@ def build_mechanism(
     queries: tuple[float, ...] = (),
     owners: np.ndarray | None = None,
 ) -> dpjax.Mechanism:
-    """The private computation, after ``queries`` with these noise multipliers on all the data."""
+    """The mechanism that the flags describe, with the noise that they ask for.
+
+    Args:
+      given: The flags.
+      examples: The number of training examples, or of persons.
+      queries: Noise multipliers of queries on all training data before the first step.
+      owners: The person of each row, from 0; None if each row is of another person.
+    """
     rule = getattr(dpjax.clipping, given.clipping)
     if given.clipping == "grouped":
         rule = partial(rule, groups=given.groups)
     batches = build_sampler(given, examples, owners)
-    unit = ""  # that of the sampler
+    unit = ""  # stands for the unit of the sampler
     if owners is not None:
-        # Statements speak of one patient where the column is "Patient ID".
+        # The unit is a noun in statements: "one patient" where the column is "Patient ID".
         noun = re.sub(r"[\W_]+id$", "", given.unit_column.lower())
         unit = re.sub(r"\W+", "_", noun).strip("_")
     steps = given.steps
-    if steps is None:  # by the sampler's size: an epoch of random_allocation has whole batches
+    if steps is None:
+        # The batches of random_allocation may be larger than the flag, so the sampler has the size.
         steps = round(given.epochs * examples / batches.batch_size)
     if not steps:
         raise ValueError(f"--epochs={given.epochs:g} --steps={given.steps}: expected a step.")
     before = ()
-    if given.continue_from is not None:  # that run, and the runs before it
-        before = Spent.of_run(**processes.from_first(lambda: spending(given.continue_from)))
+    if given.continue_from is not None:
+        # The first process reads that run's folder, and sends these arguments to the others.
+        arguments = processes.from_first(lambda: spending(given.continue_from))
+        before = Spent.of_run(**arguments)  # what that run and the runs before it have spent
     adaptive = None
     if given.quantile is not None:
         adaptive = dpjax.clipping.Quantile(target=given.quantile, rate=0.5)  # that of `dpjax.plan`
     mechanism = dpjax.Mechanism(
         sampling=batches,
         clipping=rule(given.bound),
+        # Its shape over the steps; `with_noise` scales it.
         noise_multiplier=build_noise_schedule(given, steps, steps_per_epoch(given, examples)),
         steps=steps,
         preparation=queries,

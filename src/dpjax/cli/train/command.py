@@ -58,7 +58,7 @@ class Planned(NamedTuple):
     per_epoch: int | None  # steps, for a loss that takes the epoch
     earlier: bytes | None  # parameters that an earlier run released
     budget: dpjax.ledger.Budget | None
-    persons: bool = False  # whether an example holds the rows of a person
+    persons: bool = False  # whether an example holds the rows of a person, as in an audit
 
     @property
     def per_step(self) -> Callable[[Any], Any] | None:
@@ -100,9 +100,9 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
 
 
 def require_extras(given: flags.FlagValues) -> None:
-    """Refuses a run that lacks packages; one command installs all of them."""
+    """Refuses a run whose optional packages are not installed, all in one message."""
     modules = []
-    otherwise = ""
+    otherwise = ""  # the end of the message: how to run without a package
     if given.dataset == "digits":
         modules.append("sklearn")
     if given.dataset.endswith(names.OF_ARROW):
@@ -132,38 +132,44 @@ def plan(given: flags.FlagValues) -> Planned:
     try:
         # Data come first, because classes, sizes and sampling rate follow from them.
         dataset = load(given)
-        classes = dataset.classes or 1  # a regression has one output
-        examples = dataset.units
-        unsearched.apply(given, examples)
+        outputs = dataset.classes or 1  # a regression has one output
+        examples = dataset.units  # persons, if one can have several rows
+        unsearched.apply(given, examples)  # sets flags that were not typed
         # This check comes before calibration, which can take minutes at such a delta.
         if given.delta * examples >= 1:
             raise ValueError(
                 f"--delta={given.delta:g}: expected less than 1/{examples}, since publishing one "
                 f"whole record would satisfy it. Give --delta={0.1 / examples:.1g}."
             )
-        model = build.build_model(given, classes)
+        model = build.build_model(given, outputs)
         loss = build.build_loss(given, dataset.classes)
         normalization = inputs.build_normalization(given, examples)
+        # The noise multipliers of its queries on private data, which the mechanism accounts.
         queries = () if normalization is None else normalization.multipliers
         mechanism = build.build_mechanism(given, examples, queries, dataset.owners)
         optimizer = build.build_optimizer(given, mechanism)
         method = build.accountant(given, mechanism)
         epsilon = mechanism.epsilon(given.delta, method)
         per_epoch = None
-        if given.loss == "composite":
+        if given.loss == "composite":  # changes with the epoch
             per_epoch = build.steps_per_epoch(given, examples)
-        # The file of an earlier run's parameters, if this run begins there.
+        # The parameters of an earlier run, serialized, if this run begins there. The first process
+        # reads them, and sends them to the others.
         earlier = given.continue_from and processes.from_first(
             pathlib.Path(given.continue_from, "params.msgpack").read_bytes
         )
-        x = inputs.input_shape(given, dataset)
-        rehearse(x, model, loss, mechanism, earlier, classes=classes, epochs=bool(per_epoch))
+        # Traces the loss on shapes, and raises if the parts do not fit each other.
+        input_shape = inputs.input_shape(given, dataset)
+        rehearse(
+            input_shape, model, loss, mechanism, earlier, classes=outputs, epochs=bool(per_epoch)
+        )
         # The budget comes last, because only the whole plan has a price.
         budget = None
         if given.max_epsilon is not None:
             budget = dpjax.ledger.Budget(
                 epsilon=given.max_epsilon, delta=given.delta, method=method
             )
+        # All steps must fit into the budget. None has run, so the ledger is empty.
         dpjax.ledger.require(dpjax.ledger.empty(), mechanism, mechanism.steps, budget)
     except _MISTAKES as error:
         raise app.UsageError(f"{error}\nNothing was spent, nothing in --out touched.") from error
@@ -183,7 +189,8 @@ def plan(given: flags.FlagValues) -> Planned:
 
 
 def load(given: flags.FlagValues) -> data.Dataset:
-    """The data set of the flags."""
+    """Reads the data set: a table with declared columns, another file, or a public one by name."""
+    # Test rows of a file are in another file, or held out of it. A public data set has its own.
     split: dict[str, Any] = {"test": given.test, "holdout": given.holdout}
     try:
         if given.columns:
@@ -201,13 +208,14 @@ def load(given: flags.FlagValues) -> data.Dataset:
 
 
 def execute(given: flags.FlagValues, planned: Planned) -> None:
-    """Trains, and writes and prints the reports."""
+    """Trains the planned run in its folder, and writes and prints the reports."""
     folder = pathlib.Path(given.out)
     mechanism = planned.mechanism
     announce(given, planned)  # first: a user who meant another epsilon can still stop
     dataset = inputs.with_features(given, planned.dataset)
+    # The first process prepares the folder; the others wait for it.
     processes.from_first(lambda: run_files.prepare(folder, overwrite=given.overwrite))
-    moments = None
+    moments = None  # of the features: noisy mean and variance of each channel
     normalization = planned.normalization
     if normalization is not None:
         features_of_rows, _ = dataset.train
@@ -218,27 +226,28 @@ def execute(given: flags.FlagValues, planned: Planned) -> None:
         )
     dataset = inputs.with_scale(given, dataset, moments)
     algorithm = planned.algorithm(mechanism, dataset.train, budget=planned.budget)
-    # A single row has no gradient of a loss that changes with the step, or of a person.
-    observed = None
+    # The evaluation measures gradients of single rows. It has none if the loss needs the epoch too,
+    # or if the run clips gradients of persons, who have several rows.
+    loss_of_row = None
     if planned.per_epoch is None and dataset.owners is None:
-        observed = planned.of_example
-    evaluation = Evaluation(planned.model, observed, mechanism.clipping, dataset)
-    describe = describing(given, planned.dataset)
+        loss_of_row = planned.of_example
+    evaluation = Evaluation(planned.model, loss_of_row, mechanism.clipping, dataset)
+    describe = describing(given, planned.dataset)  # its inputs are without features
 
     def evaluate(state: Any) -> dict[str, Any]:
-        describe(state.params)
+        describe(state.params)  # writes config.json
         return evaluation.evaluate(state)
 
-    first = first_parameters(planned.model, dataset, planned.earlier)
-    key = None if given.seed is None else jax.random.key(given.seed)
-    how_chosen = None
+    first_params = first_parameters(planned.model, dataset, planned.earlier)
+    key = None if given.seed is None else jax.random.key(given.seed)  # None draws a secret key
+    how_chosen = None  # the sentence of the statement about the choice of settings
     if unsearched.is_whole(given):
         how_chosen = planning.NO_SETTING
     state, _ = dpjax.fit(
         algorithm,
-        algorithm.init(first, key),
+        algorithm.init(first_params, key),
         evaluate=evaluate,
-        evaluate_every=-(-mechanism.steps // given.evaluations),
+        evaluate_every=-(-mechanism.steps // given.evaluations),  # rounded up
         delta=given.delta,
         method=planned.method,
         directory=folder,
@@ -247,6 +256,7 @@ def execute(given: flags.FlagValues, planned: Planned) -> None:
         held_out=dataset.held_out,
         settings=how_chosen,
     )
+    # Every process takes part in collecting the shards; only the first one writes.
     average = held(training.averaged(state.optimizer))
     if processes.first_process():
         evaluation.write(folder, average)
@@ -265,14 +275,14 @@ def configuration(given: flags.FlagValues) -> dict[str, Any]:
 
 def announce(given: flags.FlagValues, planned: Planned) -> None:
     """Prints the cost of the run, together with the runs before it."""
-    if not processes.first_process():
+    if not processes.first_process():  # one process prints for all
         return
     mechanism = planned.mechanism
     dataset = planned.dataset
     if given.preset:
-        result, *_ = presets.ROWS[given.preset]
-        print(f"{given.preset}, as it stands, reaches a test accuracy of {result} %.")
-    if dataset.columns:  # which column is the label
+        accuracy, *_ = presets.ROWS[given.preset]
+        print(f"{given.preset}, as it stands, reaches a test accuracy of {accuracy} %.")
+    if dataset.columns:  # then the note tells which column is the label
         print(dataset.name, dataset.note)
     if unsearched.is_whole(given):
         print(f"{planning.NO_SETTING} For the reasons of the plan: dpjax plan")
@@ -288,23 +298,28 @@ def announce(given: flags.FlagValues, planned: Planned) -> None:
 
 
 def describing(given: flags.FlagValues, dataset: data.Dataset) -> Callable[[Any], None]:
-    """A function that writes `config.json` at each evaluation, so a stopped run has one too."""
+    """Returns ``describe(params)``, which writes `config.json`.
+
+    It runs at each evaluation, so a stopped run has the file too. A command that resumes the run
+    keeps the time at which the run started, and adds to its seconds.
+    """
     folder = pathlib.Path(given.out)
     began = time.time()
-    # Earlier processes of the run count: `fit` refuses another run before it evaluates.
-    before = {}
+    # An existing file is of this run, since `fit` refuses the folder of another one before it
+    # evaluates.
+    config_so_far = {}
     if (folder / "run.json").exists() and (folder / "config.json").exists():
-        before = read_json(folder / "config.json")
-    x = inputs.row_of(dataset)
+        config_so_far = read_json(folder / "config.json")
+    row = inputs.row_of(dataset)
     facts = {
-        "inputs": {"shape": x.shape, "dtype": x.dtype.name, "outputs": dataset.classes or 1},
+        "inputs": {"shape": row.shape, "dtype": row.dtype.name, "outputs": dataset.classes or 1},
         "dataset": f"{dataset.name} {dataset.note}".strip(),
         "model": given.model,
         "class_names": dict(enumerate(dataset.class_names)),
         "classes": dataset.classes,
         "columns": list(dataset.columns),
         "trained_in": os.getcwd(),
-        "started": before.get("started", time.strftime("%Y-%m-%d %H:%M:%S")),
+        "started": config_so_far.get("started", time.strftime("%Y-%m-%d %H:%M:%S")),
     }
     if given.columns:  # `dpjax predict` reads new rows by them
         facts["declared"] = data.Columns.read(given.columns).declared
@@ -314,11 +329,11 @@ def describing(given: flags.FlagValues, dataset: data.Dataset) -> Callable[[Any]
     facts = {name: fact for name, fact in facts.items() if fact}
 
     def describe(params: Any) -> None:
-        size = sum(x.size for x in jax.tree.leaves(params))
-        seconds = round(before.get("seconds", 0) + time.time() - began, 1)
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
+        seconds = round(config_so_far.get("seconds", 0) + time.time() - began, 1)
         if processes.first_process():
-            typed = {**settings(given), "out": given.out}
-            run_files.describe(folder, typed, **facts, seconds=seconds, parameters=size)
+            typed = {**settings(given), "out": given.out}  # `settings` leaves the folder out
+            run_files.describe(folder, typed, **facts, seconds=seconds, parameters=parameters)
 
     return describe
 
@@ -326,11 +341,12 @@ def describing(given: flags.FlagValues, dataset: data.Dataset) -> Callable[[Any]
 def report(given: flags.FlagValues, dataset: data.Dataset) -> None:
     """Prints the results of a run that has ended, and writes its page."""
     folder = pathlib.Path(given.out)
-    # The references are long, and stay in the file.
+    # The part before the references is printed; they are long, and stay in the file.
     print((folder / "statement.txt").read_text().partition("\n\nReferences\n")[0])
     run = read(folder)
     config = read_json(folder / "config.json")
-    for name, value in list(measured(run).items())[:1]:  # without test rows there is none
+    # The first measure has a sentence of its own. A run without test rows has no measure.
+    for name, value in list(measured(run).items())[:1]:
         reached = f"{MEASURES[name]} {shown(name, value)} on {dataset.name} {dataset.note}"
         print(f"\n{_sentence(reached)} {first_and_guess(run)}")
     others = others_and_guess(run)

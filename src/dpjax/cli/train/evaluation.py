@@ -24,7 +24,14 @@ _SAMPLE = 128  # training examples whose gradients are measured
 
 
 class Evaluation:
-    """Measures a model during and after a run; its gradients too, if it is given a loss."""
+    """Measures a model during and after a run.
+
+    Args:
+      model: Maps inputs to logits, or to one number in a regression.
+      loss: ``loss(params, example)``, whose gradients are measured; None measures no gradients.
+      rule: How the run clips gradients.
+      dataset: Has the test rows, and the training rows whose gradients are measured.
+    """
 
     def __init__(
         self, model: nn.Module, loss: Any, rule: dpjax.types.Clipping, dataset: data.Dataset
@@ -33,14 +40,17 @@ class Evaluation:
         self.rule = rule
         self.classes = dataset.classes
         self.target_range = dataset.target_range
-        self.has_test = len(dataset.test[1]) > 0
+        _, test_targets = dataset.test
+        self.has_test = len(test_targets) > 0
         # Test labels are public in a public data set, or in a file that its user declares public.
         self.is_public = dataset.held_out is None or dataset.held_out.public
         # Test rows are put on the device once, because every evaluation reads all of them.
         self.test = jax.tree.map(jnp.asarray, dataset.test)
-        # A fixed sample: curves of norms compare the same examples over time.
+        # The sample of training rows is fixed, so gradients of the same examples are compared.
         rows = dataset.rows(spread(dataset.examples, _SAMPLE))
         self.sample = jax.tree.map(jnp.asarray, rows)
+        # Functions of parameters and rows. The second has the gradient norms of the rows, and the
+        # cosine of their mean gradients with and without clipping.
         self.outputs = jax.jit(functools.partial(outputs_of, model))
         self.bias = jax.jit(functools.partial(diagnostics.clipping_bias, loss, rule))
 
@@ -58,8 +68,13 @@ class Evaluation:
         return row
 
     def measured(self, outputs: Any, y: Any) -> dict[str, Any]:
-        """The metrics of a classifier or a regression, by their names in the log."""
+        """The metrics of the model's outputs, by their names in the log.
+
+        ``outputs`` are logits ``[rows, classes]``, or ``[rows, 1]`` in a regression; ``y [rows]``
+        are the labels, or the targets.
+        """
         if self.classes is None:
+            # Errors are logged in the units of the target; the model learns a range as [-1, 1].
             outputs = quantities(outputs, self.target_range)
             y = quantities(y, self.target_range)
             names = ("rmse", "mae", "r2")
@@ -67,7 +82,8 @@ class Evaluation:
             names = ("accuracy", "nll", "balanced_accuracy")
         row = {name: getattr(metrics, name)(outputs, y) for name in names}
         if self.classes == 2:
-            # Logits keep the order of rows whose probabilities round to 0 or 1.
+            # The difference of logits ranks rows as the probability of class 1 does, and also those
+            # whose probabilities round to 0 or 1.
             scores = outputs[:, 1] - outputs[:, 0]
             row["auroc"] = metrics.auroc(scores, y)
             row["average_precision"] = metrics.average_precision(scores, y)
@@ -85,8 +101,8 @@ class Evaluation:
         return {"labels": y, "probabilities": jax.nn.softmax(outputs)}
 
     def write(self, folder: pathlib.Path, params: Any) -> None:
-        """Writes parameters, test predictions and norms into the folder."""
-        # These parameters are averaged, and the card that `fit` wrote is of the last ones.
+        """Writes averaged parameters, test predictions and gradient norms into the folder."""
+        # `fit` wrote the digest of the last parameters into the card, and averages are released.
         card = read_json(folder / "privacy.json")
         card["parameters"] = trees.digest(params)
         replace(folder / "privacy.json", json.dumps(card, indent=2) + "\n", public=True)
@@ -146,19 +162,22 @@ def rehearse(
     classes: int,
     epochs: bool,
 ) -> None:
-    """Traces the loss of one example without data, and raises if a part does not fit another.
+    """Raises if the parts of a run do not fit each other; traces shapes, and needs no data.
 
-    ``x`` is the shape of an input, ``params`` are the parameters of an earlier run, and ``epochs``
-    is whether the loss takes the epoch.
+    ``x`` is the shape of an input, and ``params`` are the serialized parameters of an earlier run.
+    The model has ``classes`` outputs. ``epochs`` is whether the loss takes the epoch.
     """
-    fresh = jax.eval_shape(model.init, jax.random.key(0), x).get("params", {})
-    outputs = jax.eval_shape(model.apply, {"params": fresh}, x)
+    # A model without parameters has no such entry.
+    params_shape = jax.eval_shape(model.init, jax.random.key(0), x).get("params", {})
+    outputs = jax.eval_shape(model.apply, {"params": params_shape}, x)
     # JAX clamps a label beyond the outputs to the last one, without an error.
     if getattr(outputs, "shape", None) != (classes,):
         raise ValueError(f"the model returns {outputs} for an example; expected {classes} numbers.")
-    number = jax.ShapeDtypeStruct((), jnp.int32)  # in the place of the label and of the epoch
-    example = (x, number, number) if epochs else (x, number)
-    jax.eval_shape(jax.grad(losses.of(model, loss)), fresh, example)
-    mechanism.clipping.partition.assign(fresh)  # raises if it was made for another model
+    whole = jax.ShapeDtypeStruct((), jnp.int32)  # the shape of a label, and of an epoch
+    example = (x, whole, whole) if epochs else (x, whole)
+    # Raises if the loss does not take these outputs, or does not return a single number.
+    jax.eval_shape(jax.grad(losses.of(model, loss)), params_shape, example)
+    # Raises if the groups of parameters that are clipped were made for another model.
+    mechanism.clipping.partition.assign(params_shape)
     if params is not None:
-        trees.restored(params, fresh, "--continue_from")
+        trees.restored(params, params_shape, "--continue_from")  # raises for another model

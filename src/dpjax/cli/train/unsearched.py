@@ -16,7 +16,7 @@ _LENGTHS = ("batch_size", "epochs", "steps")
 
 
 def is_planned(given: flags.FlagValues) -> bool:
-    """Whether noise follows from an epsilon, by the sampling that the plan is for."""
+    """Whether settings are planned: for a target epsilon, Poisson sampling and white noise."""
     usual = given.sampling == "poisson" and given.noise == "white"
     return usual and not given.preset and given.noise_multiplier is None
 
@@ -28,10 +28,10 @@ def is_whole(given: flags.FlagValues) -> bool:
 
 
 def apply(given: flags.FlagValues, examples: int) -> None:
-    """Sets the flags that were not typed; a flag that was typed is kept.
+    """Sets the flags that were not typed as `dpjax.plan` chooses them, if settings are planned.
 
-    ``examples`` is the number of examples, or of persons. A typed rate, bound or optimizer keeps
-    all flags of its group.
+    A typed flag is kept. One typed flag of `_BOUNDS`, or of `_RATES`, also keeps the defaults of
+    the others. ``examples`` is the number of examples, or of persons.
     """
     if not is_planned(given):
         return
@@ -40,16 +40,16 @@ def apply(given: flags.FlagValues, examples: int) -> None:
     if not given["batch_size"].present:
         values["batch_size"] = size.batch
     batch = values.get("batch_size", given.batch_size)
-    steps = given.steps
+    steps = given.steps  # None if `--epochs` was typed
     if not given["steps"].present and not given["epochs"].present:
         steps = size.steps
-        values["epochs"] = steps * batch / examples  # from which `build_mechanism` has the steps
-    # `dpjax.plan` has this rule and this optimizer too.
+        values["epochs"] = steps * batch / examples  # `build_mechanism` computes steps from it
     if not any(given[name].present for name in _BOUNDS):
         values.update(clipping="automatic", bound=3.0, quantile=0.97)
     if not any(given[name].present for name in _RATES):
         values["optimizer"] = "paced"
     if not given["average"].present:
-        values["average"] = planning.decay_for(steps or round(given.epochs * examples / batch))
+        steps = steps or round(given.epochs * examples / batch)
+        values["average"] = planning.decay_for(steps)
     for name, value in values.items():
         given[name].value = value
