@@ -656,7 +656,7 @@ def test_the_command_plans_the_bounds_that_the_function_plans(workshop):
     by_command = command.plan(parsed("--accountant=rdp")).mechanism
     by_function = dpjax.plan(48, np.zeros(1), epsilon=3.0, delta=1e-5).mechanism
     assert by_command.adaptive == by_function.adaptive
-    assert by_command.clipping == by_function.clipping
+    assert by_command.facts["clipping"] == by_function.facts["clipping"]
 
 
 @pytest.mark.thorough

@@ -45,6 +45,7 @@ def apply(given: flags.FlagValues, examples: int) -> None:
         steps = size.steps
         values["epochs"] = steps * batch / examples  # `build_mechanism` computes steps from it
     if not any(given[name].present for name in _BOUNDS):
+        # `dpjax.plan` has the same bounds.
         values.update(clipping="automatic", bound=3.0, quantile=0.97)
     if not any(given[name].present for name in _RATES):
         values["optimizer"] = "paced"
