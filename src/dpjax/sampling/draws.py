@@ -46,6 +46,7 @@ def fold(
       7
     """
     size = checked_count("fold", "size", size)
+    # An index beyond int32 is a pair of words, on an axis that the mask does not have.
     if draw.indices.ndim != draw.mask.ndim:
         raise ValueError(
             "sampling.fold: more than 2^31 - 1 examples have no rows in memory. Use a data.Stream."
@@ -83,7 +84,8 @@ def fold(
 
     # An inner loop adds the microbatches of one block.
     def body_of_blocks(carry: tuple[Int[Array, ""], T]) -> tuple[Int[Array, ""], T]:
-        end_of_block = carry[0] + count * stride
+        start, _ = carry
+        end_of_block = start + count * stride
         start, total = jax.lax.while_loop(lambda c: more(c) & (c[0] < end_of_block), body, carry)
         return start, settle(total)
 
