@@ -184,8 +184,8 @@ def _pieces(
     def piece(key: Key, number: Any) -> tuple[Int[Array, ""], Int[Array, ""]]:
         for_table, for_rest = jax.random.split(key)
         words = jax.random.bits(for_table, (bins, _WORDS), jnp.uint32)
-        # A Poisson number for each bin, [bins], by inversion: it is at least `least` + i where the
-        # random number is below the probability of this.
+        # A Poisson number for each bin, [bins], by inversion: `least`, and one more for each tail
+        # that is above the random number of the bin.
         sizes = least + _count_above(words, jnp.asarray(tails))
         # The examples that are left choose a bin one by one. Their mean number is from `slack` to
         # `slack + 1`, and their number from 0 to twice that, except with a probability below 2^-80.

@@ -67,13 +67,15 @@ def fold(
         start, total = carry
         rows = jax.lax.dynamic_slice_in_dim(indices, start, size)
         mask = jax.lax.dynamic_slice_in_dim(masks, start, size)
-        # Devices take turns, so their shares differ by one microbatch at most.
+        # Devices take microbatches in turn, so their shares differ by one microbatch at most.
         return start + stride, add(rows, mask, total)
 
-    # Every share takes as many turns as the first one, which has the most. Otherwise a collective
-    # in `add` waits for a device whose loop has ended. Further turns have only masked rows.
+    # Every share runs as often as the first one, which has the most microbatches. Otherwise a
+    # collective in `add` waits for a device whose loop has ended. A microbatch beyond the draw has
+    # only masked rows.
     def more(carry: tuple[Int[Array, ""], T]) -> Any:
         start, _ = carry
+        # Where the first share is, when this one is at `start`.
         return start - which * size < drawn
 
     begin = (jnp.asarray(which * size, jnp.int32), first)
