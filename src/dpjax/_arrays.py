@@ -16,9 +16,9 @@ from dpjax.types import PyTree
 def arrays(tree: PyTree, name: str) -> PyTree:
     """The tree with each tensor or frame as an array of NumPy; arrays of JAX and numbers stay.
 
-    ``name`` is the argument that error messages name.
+    ``name`` is the name of the argument, for error messages.
     """
-    if isinstance(tree, Iterator):  # jax.tree.map exhausts it
+    if isinstance(tree, Iterator):  # deprecated as a leaf: JAX warns, and will raise
         raise no_arrays(tree, name)
 
     def converted(path: Any, leaf: Any) -> Any:

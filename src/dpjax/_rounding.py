@@ -38,6 +38,8 @@ def _rounded(value: float, form: str, rounding: str) -> str:
     power = -digits
     if form.endswith("g"):
         power += exact.adjusted() + 1
-    with localcontext(prec=700):  # more digits than any float has, because `quantize` needs them
+    # `quantize` fails if its result has more digits than the precision. The largest float has 309
+    # before its decimal point, and `form` may ask for many behind it.
+    with localcontext(prec=700):
         rounded = exact.quantize(Decimal(1).scaleb(power), rounding=rounding)
     return f"{float(rounded):{form}}"

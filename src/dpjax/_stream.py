@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Examples that stay on the disk, for data larger than memory.
 
-Iterators, which choose their own order, are refused: a sampler's draws are accounted.
+A sampler chooses which examples are read, because privacy is accounted for its draws. So iterators,
+which choose their own order, are refused.
 """
 
 from __future__ import annotations
@@ -134,16 +135,16 @@ class Stream:
     def _begin(
         self, pool: ThreadPoolExecutor, indices: np.ndarray
     ) -> tuple[list[np.ndarray], list[Future[None]]]:
-        """Begins a batch: its arrays, one a leaf, and the futures of the threads that fill them.
+        """Begins a batch: its arrays, and the futures of the threads that fill them.
 
-        The arrays are ``[*indices.shape, *leaf.shape]``.
+        The batch has one array for each leaf of an example, ``[*indices.shape, *leaf.shape]``.
         """
-        indices = np.asarray(indices, np.int64)  # an empty list becomes floats
+        indices = np.asarray(indices, np.int64)  # NumPy's default for an empty list is float64
         threads = max(1, min(self.workers, indices.size))
         batch = []
         # The indices, and then the rows of each leaf, are split into one part for each thread.
         parts_of_threads = [np.array_split(indices.ravel(), threads)]
-        for leaf in jax.tree.leaves(self.row):
+        for leaf in jax.tree.leaves(self.row):  # the shapes and types of one example
             # All threads write into views of one array, so the batch is in memory once.
             rows = np.empty((indices.size, *leaf.shape), leaf.dtype)
             parts_of_threads.append(np.array_split(rows, threads))

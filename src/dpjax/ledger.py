@@ -30,7 +30,9 @@ from dpjax.types import Plan
 
 __all__ = ["Account", "Budget", "Ledger", "Refused", "admit", "affordable", "empty", "epsilon"]
 
+# How many words of 32 bits the hash of the accounted facts has.
 _WORDS = 4
+# Threads take turns with the accounts that have no file.
 _THREADS = threading.Lock()
 
 
@@ -152,7 +154,7 @@ def ended(
 
 def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None = None) -> None:
     """Refuses the next steps, before they run, unless all of them fit plan and budget."""
-    done = len(ran(ledger, mechanism))
+    done = len(ran(ledger, mechanism))  # `ran` refuses a ledger of another mechanism
     planned = mechanism.steps
     # This refusal is separate from the budget's, because its cure is a longer plan.
     if done + steps > planned:
@@ -248,12 +250,13 @@ def counted(ledger: Ledger, mechanism: Plan) -> np.ndarray:
 def ran(ledger: Ledger, mechanism: Plan) -> np.ndarray:
     """The multiplier of each step that ran, ``[steps]``.
 
-    Raises `Refused` unless the ledger is of this mechanism: its facts, as many planned steps as
-    count (`counted`), and the multipliers of its first steps.
+    Raises `Refused` if the ledger is of another mechanism: if their accounted facts differ, if the
+    mechanism plans fewer steps than were allowed where results ended the run, or if the multipliers
+    of its first steps differ from the ledger.
     """
     checks.instance("ledger", "ledger", ledger, Ledger, "Give state.ledger.")
-    # A run folder compares mechanisms only on disk. This compares them in memory too: otherwise a
-    # state from another sampler is priced at this one's rate.
+    # Otherwise a state that ran with another sampler is accounted at the rate of this one. A run
+    # folder compares mechanisms too, but only those on the disk.
     done = ledger.steps
     if done and not np.array_equal(ledger.accounted, _digest(mechanism)):
         raise Refused("ledger: the steps ran under another mechanism. Use init(state.params).")
@@ -352,8 +355,9 @@ class Account:
         """Records all steps of a mechanism, before they run.
 
         Raises:
-          Refused: They exceed the budget, protect another unit, or run in a process that cannot
-            charge this account.
+          Refused: They exceed the budget; they protect another unit (an example or a person), or
+            under another neighbour relation, than earlier charges; or this process cannot charge
+            the account.
         """
         with self._locked():
             charges = [*self.charges, mechanism.facts]

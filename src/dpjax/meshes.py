@@ -124,8 +124,8 @@ def placed(tree: PyTree, mesh: Mesh) -> PyTree:
             # The user's mesh may have explicit axes, and the run's has the same devices and names
             # with automatic axes. An `AbstractMesh` has no devices to compare.
             if isinstance(sharding.mesh, Mesh) and automatic(sharding.mesh) == mesh:
-                # The spec is cut to the rank of the leaf, because that of a typed key which was
-                # made under explicit axes is longer.
+                # The spec is cut to the rank of the leaf, because JAX gives a typed key that was
+                # made under explicit axes a longer one.
                 spec = PartitionSpec(*sharding.spec[: jnp.ndim(leaf)])
         return put(leaf, NamedSharding(mesh, spec))
 

@@ -79,7 +79,8 @@ def any_process(value: bool) -> bool:
 def require_equal(call: str, facts: Callable[[], Mapping[str, str]]) -> None:
     """Raises in all processes if they differ in a fact, or if ``facts`` fails in one of them.
 
-    ``facts`` returns texts by the names that the error lists; ``call`` is the call that it names.
+    ``facts`` returns each fact as a text, under the name that the error lists. The error begins
+    with ``call``, the name of the caller.
     """
     if jax.process_count() == 1:
         return

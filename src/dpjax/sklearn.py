@@ -276,7 +276,7 @@ class DPRegressor(RegressorMixin, _Private):
             )
         self._low, high = span
         # The model learns targets on [-1, 1], as `columns.encode_targets` has them.
-        self._half = (high - self._low) / 2
+        self._half = (high - self._low) / 2  # half the width of the range
         if self.columns is None:
             targets = np.clip((targets - self._low) / self._half - 1, -1, 1).astype(np.float32)
         return self._train(X, x, targets, 1, dpjax.losses.squared_error)

@@ -168,12 +168,13 @@ def assert_noise(
 
     The deviation of all numbers of the first update together may differ by ``tolerance``, relative
     to ``deviation``; the default needs 1e6 numbers or more. That of each leaf may differ by as much
-    as chance allows for its size: by a seventh for 1,000 numbers, by half a per cent for 1e6.
+    as chance allows for its size, and by ``tolerance`` at least: by a seventh for 1,000 numbers, by
+    half a per cent for 1e6.
 
-    A chain without a noise link, with two, or with another link before it is refused, and so are
-    groups whose multipliers give their noise other deviations, and a step with the noise of the
-    one before it. Two runs with equal keys are not found, nor a wrong deviation in later steps. If
-    the chain divides by the expected batch size or multiplies by a learning rate, so must
+    It raises too if the chain has no noise link, two of them, or another link before the noise
+    link; if groups have noise of different deviations; and if two steps in turn have the same
+    noise. It does not find equal keys of two runs, or a wrong deviation in later steps. If the
+    chain divides by the expected batch size or multiplies by a learning rate, so must
     ``deviation``.
 
     Example:
@@ -197,14 +198,15 @@ def assert_noise(
     noise = released[0]
     if isinstance(noise, Sum):
         raise LawBroken("the chain adds no noise: a clipped sum comes out.")
-    # For all leaves together, and then for each: which noise it is, as the error names it, its
-    # deviation, and the least and most that this may be, relative to the expected one.
+    # One entry for all leaves together, then one for each leaf: the name in the error, the measured
+    # deviation, and the least and the most that is allowed, relative to the expected deviation.
     measured = [("", float(np.std(_vector(noise))), 1 - tolerance, 1 + tolerance)]
     for name, leaf in zip(trees.leaf_names(noise), jax.tree.leaves(noise), strict=True):
         size = np.size(leaf)
         if size:
-            # The sum of squares, over the expected variance, has a chi-square law with ``size``
-            # degrees of freedom, so a correct leaf is outside with a probability of 2e-9.
+            # The mean of the noise is 0, so the sum of its squares over the expected variance has a
+            # chi-square law with ``size`` degrees of freedom. A correct leaf is outside these
+            # limits with a probability of 2e-9. For large leaves the tolerance is wider.
             least, most = np.sqrt(chi2(size).ppf([1e-9, 1 - 1e-9]) / size)
             least = min(least, 1 - tolerance)
             most = max(most, 1 + tolerance)
@@ -258,7 +260,7 @@ def assert_sampling(sampler: Sampler, *, steps: int = 400, seed: int = 0) -> Non
     by_cycle = times[: steps - steps % cycle].reshape(-1, cycle, sampler.examples).sum(axis=1)
     if cycle > 1 and by_cycle.max(initial=0) > 1:
         raise LawBroken(f"{sampler.name}: an example is drawn twice in a cycle of {cycle} steps.")
-    # The checks below are of independent coins, by which the other events do not draw.
+    # The checks below hold for independent coins; samplers with another event do not draw by them.
     if sampler.facts["event"] != Event.POISSON:
         return
     rates = sampler.facts["rates"]  # pairs: a rate, and the number of steps in turn that have it
@@ -297,7 +299,7 @@ def assert_private(
     tolerance: float = 0.02,
     most_rows: int | None = None,
 ) -> None:
-    r"""Raises unless one example tells as much about a chain's releases as its multiplier allows.
+    r"""Raises unless one example moves a chain's releases just as far as its multiplier allows.
 
     The chain runs on a batch with and without one example, outside ``jit``. At each step the noise
     link releases $s + \Sigma^{1/2} z$, where $s$ is the clipped sum and $z$ is standard normal.
@@ -372,10 +374,10 @@ def assert_private(
                 )
     # Second law: equal releases give equal updates. Here the noise is added to the sums of the run
     # without the example, whichever batch the chain receives. It receives two batches of four
-    # gradients: gradient i is multiplied by factors[i], and the first ``size`` are drawn. So values
-    # differ, NaN among them, and the numbers of clipped and of drawn examples do.
+    # gradients: gradient i is multiplied by factors[i], and the first ``size`` are drawn. So the
+    # values differ, and so do the numbers of clipped and of drawn examples.
     for factors, size in (([1e6, 1.0, 0.0, 0.0], 4), ([1e-6, jnp.nan, 0.0, 0.0], 2)):
-        scaled = functools.partial(jnp.tensordot, jnp.diag(jnp.float32(factors)), axes=1)
+        scaled = functools.partial(jnp.einsum, "i,i...->i...", jnp.float32(factors))
         batch = Batch(jax.tree.map(scaled, _others(params, 4)), np.arange(4) < size)
         _, again = run([batch] * steps, instead=without)
         if trees.fingerprint(updates) != trees.fingerprint(again):
@@ -436,10 +438,10 @@ def _measured_run(
     batches: Sequence[Batch],
     instead: Sequence[Measurement] = (),
 ) -> tuple[list[Measurement], list[PyTree]]:
-    """Runs a chain: the sum of each step that reaches its noise link, and the update of each step.
+    """Runs a chain; returns the measurement of each step at the noise link, and its update.
 
-    ``begin`` returns the first state of the chain. Measurements of an earlier run, given as
-    ``instead``, replace the sums before the noise.
+    ``begin`` returns the first state of the chain; ``most_rows`` is as for `assert_private`. If
+    measurements of an earlier run are given as ``instead``, the noise is added to their sums.
     """
     measurements = list[Measurement]()
     replacements = iter(instead)
@@ -452,10 +454,11 @@ def _measured_run(
         """
 
         def meeting(self, clipped: Sum, below: Any, noise: LinkNoise) -> tuple[PyTree, Any]:
-            of_groups = noise.deviations(self.step)
+            deviation_of_group = noise.deviations(self.step)
             measurement = Measurement(
                 total=clipped.value,
-                deviations=[of_groups[group] for group in clipped.rule.groups],
+                # ``rule.groups`` has the group of each leaf.
+                deviations=[deviation_of_group[group] for group in clipped.rule.groups],
                 multiplier=noise.multiplier,
                 strategy=noise.strategy,
                 below=below,

@@ -196,10 +196,10 @@ def widened_exactly(x: Array) -> Array:
         # infinity, so only the mantissa is rounded.
         exponent_bits = wide_exponent_bits
     rounded = jax.lax.reduce_precision(wider, exponent_bits, narrow_info.nmant)
-    if narrow_info.nexp == wide_exponent_bits:  # as bfloat16 and float32
+    if narrow_info.nexp == wide_exponent_bits:  # bfloat16 has the exponents of float32
         return rounded
-    # With fewer exponent bits XLA rounds subnormal numbers to 0, in float16 all below 6e-5. These
-    # are multiples of the smallest one, and are rounded as such.
+    # Subnormal numbers have fewer digits, and XLA rounds them to 0, in float16 all below 6e-5. They
+    # are rounded here, to multiples of the smallest one.
     smallest = float(narrow_info.smallest_subnormal)
     is_subnormal = jnp.abs(wider) < float(narrow_info.smallest_normal)
     return jnp.where(is_subnormal, jnp.round(wider / smallest) * smallest, rounded)
@@ -359,11 +359,14 @@ def random_like(
         return cut(sample(key, (sum(map(math.prod, shapes)),), dtype, **options), shapes)
 
     leaves, structure = jax.tree.flatten(tree)
-    leaves_of_trees = [leaves, *map(structure.flatten_up_to, more)]
-    values: list[Array] = []  # draws, or results of `use`, in the order of leaves
+    # For each leaf, the leaf itself and the leaves of `more` at its place.
+    leaves_for_use = list(zip(leaves, *map(structure.flatten_up_to, more), strict=True))
+    # Draws, or results of `use`, in the order of leaves. The next leaf has the index `len(values)`.
+    values: list[Array] = []
     for run in _runs(leaves):
         shapes = [jnp.shape(leaf) for leaf in run]
-        # The key is that of the run's first leaf, so a run keeps its draw if later leaves change.
+        # The key follows from the index of the first leaf of the run, so a run keeps its draw if
+        # later leaves change.
         run_key = jax.random.fold_in(key, len(values))
         options = {}
         if use is not None and values and not parts:  # `parts` takes no `after`
@@ -371,8 +374,7 @@ def random_like(
         draw = parts or cut_from_one
         for numbers in draw(run_key, shapes, wide(run[0].dtype), **options):
             if use is not None:
-                leaf_and_more = [of_tree[len(values)] for of_tree in leaves_of_trees]
-                numbers = use(numbers, *leaf_and_more)
+                numbers = use(numbers, *leaves_for_use[len(values)])
             values.append(numbers)
     return structure.unflatten(values)
 

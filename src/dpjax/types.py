@@ -237,7 +237,8 @@ class Clipping:
             )
         if self.projections is not None and self.partition.size != 1:
             raise ValueError(f"{call}: norms are estimated for one group alone.")
-        # `dataclasses.replace` passes the wrapped factors, which have the old bounds.
+        # `_Held` limits the wish to the bounds. `dataclasses.replace` passes the `_Held` of the old
+        # bounds, so it is unwrapped first.
         wish = self.factors.wish if isinstance(self.factors, _Held) else self.factors
         object.__setattr__(self, "factors", _Held(bounds, wish))
 

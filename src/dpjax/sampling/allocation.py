@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Random allocation: in each epoch, every example falls into one of the batches, afresh.
 
-The guarantee needs this:
+An epoch of $N$ examples has $t$ batches, one for each step; the bin of an example is the number of
+its batch. The guarantee needs this:
 
     **Whichever bins the other examples of an epoch have, an example is in each bin with
     probability at most $1/t$, and in one bin at most.**
 
-A bin that is less likely is a uniform one whose example takes part by a coin. So an epoch is a
-mixture, over these coins, of epochs in which the example adds nothing to some steps, and
-divergences are jointly convex.
+An example whose bins are less likely than $1/t$ is one that has a uniform bin, and then takes part
+by a coin. So an epoch is a mixture, over these coins, of epochs in which the example adds nothing
+to some steps, and divergences are jointly convex.
 
 **Few examples** have words of their own: a uniform 64-bit word modulo $t$. The words beyond the
 last multiple of $t$ are not a bin, so no bin is likelier than $1/t$. An example has such a word
@@ -149,9 +150,10 @@ def bins_of(key: Key, size: int, bins: int) -> Int[Array, " size"]:
     A bin is a number of 64 random bits modulo ``bins``, by long division in 32 bits.
     """
     words = jax.random.bits(key, (size, _COIN), jnp.uint32)
-    numbers = 2 ** (32 * _COIN)
-    # The last number of a whole cycle of bins: numbers above it make the first bins likelier.
-    last = numbers - numbers % bins - 1
+    count_of_numbers = 2 ** (32 * _COIN)
+    # Up to the last multiple of ``bins``, all bins are equally likely. Larger numbers have no bin,
+    # because they make the first bins likelier.
+    last = count_of_numbers - count_of_numbers % bins - 1
     # The bits of the second word join the remainder a few at a time, so it stays below 2^32.
     remainder = words[:, 0] % bins
     width = 32 - bins.bit_length()
@@ -182,11 +184,11 @@ def _pieces(
     def piece(key: Key, number: Any) -> tuple[Int[Array, ""], Int[Array, ""]]:
         for_table, for_rest = jax.random.split(key)
         words = jax.random.bits(for_table, (bins, _WORDS), jnp.uint32)
-        # A Poisson number for each bin, [bins], by inversion: it is at least `least` + i where the
-        # random number is below the probability of this.
+        # A Poisson number for each bin, [bins], by inversion: `least`, and one more for each tail
+        # that is above the random number of the bin.
         sizes = least + _count_above(words, jnp.asarray(tails))
-        # The examples that are left choose a bin one by one. Their number is from 0 to `most`,
-        # except with a probability below 2^-80.
+        # The examples that are left choose a bin one by one. Their mean number is from `slack` to
+        # `slack + 1`, and their number from 0 to twice that, except with a probability below 2^-80.
         rest = examples - jnp.sum(sizes, dtype=jnp.int32)
         most = 2 * slack + 2
         chosen = bins_of(for_rest, most, bins)
@@ -209,21 +211,21 @@ def poisson_table(mean: Fraction) -> tuple[int, np.ndarray]:
     Row i of the tails is the probability of X >= m + 1 + i, in units of 2^-96, as words of 32 bits
     ``[values, words]``, the most significant first.
     """
-    # The weight of a value is an integer, proportional to its probability: that of the value before
-    # times mean / value. Weights are computed from the mode, which has 2^128, in both directions,
-    # until one is at most 2^-104 of that.
+    # The weight of a value is an integer, proportional to its probability; weight(v) is
+    # weight(v - 1) * mean / v. Weights are computed from the mode, which has 2^128, in both
+    # directions, until one is at most 2^24, which is 2^-104 of that.
     numerator, denominator = mean.as_integer_ratio()
     mode = int(mean)
-    above = [2**128]
+    above = [2**128]  # of mode, mode + 1, ...
     while above[-1] > 2**24:
         above.append(above[-1] * numerator // (denominator * (mode + len(above))))
-    below = [2**128]
+    below = [2**128]  # of mode, mode - 1, ...
     while below[-1] > 2**24 and len(below) <= mode:
         below.append(below[-1] * denominator * (mode + 1 - len(below)) // numerator)
     least = mode + 1 - len(below)
     # From the least value to the largest; the mode is in both lists.
     weights = np.array([*below[:0:-1], *above], object)
-    sums_of_larger = np.cumsum(weights[:0:-1])[::-1]  # for each value, of the larger values
+    sums_of_larger = np.cumsum(weights[:0:-1])[::-1]  # for each value but the largest
     tails = sums_of_larger * 2 ** (32 * _WORDS) // weights.sum()
     words = [digits(tail, _WORDS) for tail in tails]
     return least, np.array(words, np.uint32)

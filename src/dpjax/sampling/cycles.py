@@ -64,7 +64,7 @@ def cyclic_poisson(examples: int, batch_size: float, *, cycle: int) -> Sampler:
         if coin_key is None:
             coin_key = key
         step_key = trees.step_key(coin_key, Purpose.SAMPLING, step)
-        return coins(step_key, jnp.full(examples, largest, jnp.uint32), here)
+        return coins(step_key, jnp.full(examples, largest, jnp.uint32), eligible=here)
 
     return Sampler(
         name="cyclic_poisson",
@@ -74,7 +74,7 @@ def cyclic_poisson(examples: int, batch_size: float, *, cycle: int) -> Sampler:
         claim=f"Poisson sampling from {cycle} parts in turn; one amplified step a cycle is proved",
         # One rate in all steps; a coin decides whether an example takes part in its step.
         **stated(examples, batch_size, rates=[[rate, 1]], cycle=cycle, place="coin"),
-        coins=True,
+        coins=True,  # `draw` takes a second key, for the coins
     )
 
 

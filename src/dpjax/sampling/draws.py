@@ -46,6 +46,7 @@ def fold(
       7
     """
     size = checked_count("fold", "size", size)
+    # An index beyond int32 is a pair of words, on an axis that the mask does not have.
     if draw.indices.ndim != draw.mask.ndim:
         raise ValueError(
             "sampling.fold: more than 2^31 - 1 examples have no rows in memory. Use a data.Stream."
@@ -66,13 +67,15 @@ def fold(
         start, total = carry
         rows = jax.lax.dynamic_slice_in_dim(indices, start, size)
         mask = jax.lax.dynamic_slice_in_dim(masks, start, size)
-        # Devices take turns, so their shares differ by one microbatch at most.
+        # Devices take microbatches in turn, so their shares differ by one microbatch at most.
         return start + stride, add(rows, mask, total)
 
-    # Every share takes as many turns as the first one, which has the most. Otherwise a collective
-    # in `add` waits for a device whose loop has ended. Further turns have only masked rows.
+    # Every share runs as often as the first one, which has the most microbatches. Otherwise a
+    # collective in `add` waits for a device whose loop has ended. A microbatch beyond the draw has
+    # only masked rows.
     def more(carry: tuple[Int[Array, ""], T]) -> Any:
         start, _ = carry
+        # Where the first share is, when this one is at `start`.
         return start - which * size < drawn
 
     begin = (jnp.asarray(which * size, jnp.int32), first)
@@ -83,7 +86,8 @@ def fold(
 
     # An inner loop adds the microbatches of one block.
     def body_of_blocks(carry: tuple[Int[Array, ""], T]) -> tuple[Int[Array, ""], T]:
-        end_of_block = carry[0] + count * stride
+        start, _ = carry
+        end_of_block = start + count * stride
         start, total = jax.lax.while_loop(lambda c: more(c) & (c[0] < end_of_block), body, carry)
         return start, settle(total)
 

@@ -95,7 +95,7 @@ def curriculum(
     _, batch_size = checked_whole_sizes("curriculum", indices.size, batch_size, LARGEST)
     fixed_order = jnp.asarray(indices, jnp.int32)
     claim = "the order comes from the private data without noise: not private"
-    event = "none"
+    event = "none"  # its epsilon is infinite
     place = None
     if public:
         claim = "a public fixed order; no amplification is proved: one Gaussian an epoch"

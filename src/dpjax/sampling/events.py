@@ -94,6 +94,7 @@ def stated(
             # two steps of an example may be 1 apart.
             number_of_cycles = -(-steps // cycle)
             return strategies.apart(1, number_of_cycles)
+        # The other places are the same in all cycles, so an example returns after whole cycles.
         return strategies.cycles(cycle)
 
     def key_of_cycle(key: Key, step: Any) -> Key:

@@ -55,7 +55,7 @@ def persons(owners: ArrayLike, batch_size: float, most_rows: int = 1) -> Sampler
             f"{call}: owners are {ids.dtype}{list(ids.shape)}; expected one integer a row. A row "
             "of two people is in two gradients, which clipping does not bound: give it to one."
         )
-    rows = checked_count("persons", "the number of rows", ids.size)
+    rows = checked_count("persons", "the number of rows", ids.size)  # int32 counts them
     most_rows = checks.whole(call, "most_rows", most_rows)
     _, counts = np.unique(ids, return_counts=True)
     of_people = poisson(len(counts), batch_size)

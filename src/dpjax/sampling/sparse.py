@@ -129,7 +129,8 @@ def scattered(key: Key, examples: int, block: Block) -> Draw:
     # The balls that hit, as indices into ``[blocks * balls]``, block after block: a stream reads
     # forwards.
     hit = listed(hits.T.reshape(-1))
-    # Padding repeats the drawn examples in turn.
+    # Padding repeats the drawn examples in turn, because the cells of other balls may be beyond the
+    # data set.
     turns = jnp.arange(hit.mask.size, dtype=jnp.int32) % jnp.maximum(hit.size, 1)
     balls_that_hit = hit.indices[turns]
     block_of_ball = (balls_that_hit // balls).astype(jnp.uint32)
