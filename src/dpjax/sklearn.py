@@ -110,7 +110,9 @@ class _Private(BaseEstimator):
         """The model; made when it is needed, because its activation cannot be pickled."""
         return dpjax.models.MLP(self._widths[:-1], classes=self._widths[-1])
 
-    def _train(self, X: Any, x: np.ndarray, targets: np.ndarray, outputs: int, loss: Any) -> Self:
+    def _train(
+        self, X: Any, x: np.ndarray, targets: np.ndarray, outputs: int, loss: Any, drift: float
+    ) -> Self:
         """Plans a run on these rows, charges it to the account, and runs it.
 
         Args:
@@ -119,6 +121,7 @@ class _Private(BaseEstimator):
           targets: As the loss takes them, ``[rows]``.
           outputs: The number of the model's outputs.
           loss: One of `dpjax.losses`: ``(outputs of the model, target) -> number``.
+          drift: As of `dpjax.plan`, for this loss.
         """
         self._widths = (*self.hidden_layer_sizes, outputs)  # `_network` reads them
         model = self._network()
@@ -129,7 +132,7 @@ class _Private(BaseEstimator):
         if self.unit_column is not None:
             owners = self._declared().owners(X)  # the person of each row, numbered from 0
             units = int(owners.max()) + 1
-        planned = dpjax.plan(units, params, epsilon=self.epsilon, delta=self.delta)
+        planned = dpjax.plan(units, params, epsilon=self.epsilon, delta=self.delta, drift=drift)
         mechanism = planned.mechanism
         if owners is not None:
             # The batches are as large as planned, and hold persons in place of examples.
@@ -225,7 +228,8 @@ class DPClassifier(ClassifierMixin, _Private):
             if given.dtype.kind in "iuf":  # integers and floats
                 names = names.astype(given.dtype)
             self.classes_ = names
-        return self._train(X, x, targets, len(self.classes_), dpjax.losses.cross_entropy)
+        outputs = len(self.classes_)
+        return self._train(X, x, targets, outputs, dpjax.losses.cross_entropy, drift=2.5)
 
     def predict_proba(self, X: Any) -> Float[np.ndarray, "rows classes"]:
         """The probability of each class."""
@@ -279,7 +283,7 @@ class DPRegressor(RegressorMixin, _Private):
         self._half = (high - self._low) / 2  # half the width of the range
         if self.columns is None:
             targets = np.clip((targets - self._low) / self._half - 1, -1, 1).astype(np.float32)
-        return self._train(X, x, targets, 1, dpjax.losses.squared_error)
+        return self._train(X, x, targets, 1, dpjax.losses.squared_error, drift=1.0)
 
     def predict(self, X: Any) -> Float[np.ndarray, " rows"]:
         """The predicted target of each row, in the units of the target."""

@@ -33,7 +33,12 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
             most_rows = given.most_rows
         speed = speed_of(loss, model, x, most_rows)
         planned = dpjax.plan(
-            examples, params, **target, minutes=given.minutes, examples_per_second=speed
+            examples,
+            params,
+            **target,
+            drift=build.drift_of(given),
+            minutes=given.minutes,
+            examples_per_second=speed,
         )
     except ValueError as error:
         raise app.UsageError(str(error)) from error

@@ -18,7 +18,7 @@ from dpjax.types import PyTree
 DRIFT = 2.5
 """The default of ``drift``, the deviation by which noise moves a loss in a whole run.
 
-It was chosen on the development tasks of `experiments.nothing_to_tune`.
+It was chosen for cross entropies, on the development tasks of `experiments.nothing_to_tune`.
 """
 WARMUP = 0.1
 """The share of the steps over which the rate rises, while the bound finds the norms."""
@@ -58,9 +58,8 @@ def paced(
     Args:
       mechanism: The mechanism of the run, which knows the noise of each step. Without adapted
         bounds the gradient norms are taken for 5.
-      drift: $\rho$. The default suits losses of the order of 1, such as a cross entropy or the
-        squared error of a target in [-1, 1]. A loss that is 10 times as large needs one that is
-        10 times as large.
+      drift: $\rho$. The default suits a cross entropy, and 1 the squared error of a target in
+        [-1, 1]. A loss that is 10 times as large needs a drift that is 10 times as large.
       b1: Decay of the first moment.
       b2: Decay of the second.
 

@@ -53,6 +53,7 @@ def plan(
     *,
     epsilon: float,
     delta: float,
+    drift: float = DRIFT,
     minutes: float | None = None,
     examples_per_second: float | None = None,
 ) -> Planned:
@@ -63,14 +64,15 @@ def plan(
       params: The parameters that are trained, or their shapes.
       epsilon: The most that training may cost.
       delta: Choose it below 1 / examples.
+      drift: How far noise moves a loss in the whole run, as of `dpjax.planning.paced`. The default
+        suits a cross entropy, and 1 the squared error of a target in [-1, 1].
       minutes: How long training may take; by default as long as more time gains much. Batches
         get smaller, and then steps fewer, until it fits.
       examples_per_second: The speed of training, with which ``minutes`` are counted. By default
         that of dense layers with as many parameters; convolutions are slower.
 
     Returns:
-      A `Planned`, for losses of the order of 1, such as a cross entropy or the squared error of
-      a target in [-1, 1]; see `dpjax.planning.paced`.
+      A `Planned`.
 
     Privacy:
       The plan reads public numbers only: sizes and the speed of this machine. Its mechanism costs
@@ -108,17 +110,17 @@ def plan(
     parameters = sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(params))
     return Planned(
         mechanism=mechanism,
-        optimizer=optimizer_for(mechanism),
+        optimizer=optimizer_for(mechanism, drift),
         reasons=_reasons(
-            mechanism, size, parameters, target=f"{three_digits(epsilon)} at delta {delta:g}"
+            mechanism, size, parameters, drift, target=f"{three_digits(epsilon)} at delta {delta:g}"
         ),
     )
 
 
-def optimizer_for(mechanism: Mechanism) -> optax.GradientTransformation:
+def optimizer_for(mechanism: Mechanism, drift: float) -> optax.GradientTransformation:
     """The optimizer of a plan, for a mechanism that may be another one."""
     average = training.average_parameters(decay_for(mechanism.steps))
-    return optax.chain(paced(mechanism), average)
+    return optax.chain(paced(mechanism, drift), average)
 
 
 def decay_for(steps: int) -> float:
@@ -126,7 +128,9 @@ def decay_for(steps: int) -> float:
     return max(0.0, 1 - 10 / max(1, steps))
 
 
-def _reasons(mechanism: Mechanism, size: Size, parameters: int, target: str) -> dict[str, str]:
+def _reasons(
+    mechanism: Mechanism, size: Size, parameters: int, drift: float, target: str
+) -> dict[str, str]:
     """Why each choice was made."""
     multiplier = float(mechanism.multipliers[0])
     deviation = float(mechanism.deviations_on_mean(0)[0])
@@ -149,9 +153,9 @@ def _reasons(mechanism: Mechanism, size: Size, parameters: int, target: str) -> 
             f"noised count that is paid for."
         ),
         "rate": (
-            f"Adam's, from {DRIFT * math.sqrt(3 / mechanism.steps):.3g} over the bound to 0, after "
+            f"Adam's, from {drift * math.sqrt(3 / mechanism.steps):.3g} over the bound to 0, after "
             f"a rise over {WARMUP:.0%} of the steps: noise moves the loss of an example at the "
-            f"bound by at most about {DRIFT:g} in the whole run."
+            f"bound by at most about {drift:g} in the whole run."
         ),
         "average": "of about the last tenth of the steps; it costs no privacy.",
     }

@@ -52,8 +52,15 @@ OPTIMIZERS: dict[str, Callable[[flags.FlagValues, Any, Any], optax.GradientTrans
     "adam": lambda _, rate, __: optax.adam(rate),
     "adamw": lambda _, rate, __: optax.adamw(rate),
     "dp_adam": lambda given, rate, mechanism: training.dp_adam(rate, mechanism, floor=given.floor),
-    "paced": lambda _, __, mechanism: planning.paced(mechanism),
+    "paced": lambda given, _, mechanism: planning.paced(mechanism, drift_of(given)),
 }
+
+
+def drift_of(given: flags.FlagValues) -> float:
+    """The ``drift`` of `dpjax.plan` for the loss that the flags name."""
+    if given.loss in REGRESSIONS:
+        return 1.0
+    return 2.5
 
 
 def read_options(pairs: list[str]) -> dict[str, Any]:
