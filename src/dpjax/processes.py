@@ -35,7 +35,7 @@ def from_first(make: Callable[[], T]) -> T:
     """Calls ``make`` in the first process; all processes return its result or raise its error."""
     if jax.process_count() == 1:
         return make()
-    # In the first process, the pickle of (whether `make` succeeded, its result or error).
+    # The pickle of (whether `make` succeeded, its result or error), in the first process.
     answer = b""
     if first_process():
         try:

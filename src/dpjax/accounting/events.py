@@ -237,7 +237,7 @@ def random_allocation(multipliers: ArrayLike, batches: int) -> DpEvent:
       SelfComposedDpEvent(event=RandomAllocationDpEvent(batches=10, ...), count=2)
     """
     values = np.asarray(multipliers, np.float64)
-    # With one batch every example is in every step, so nothing is amplified.
+    # Every example is in every step if there is one batch, so nothing is amplified.
     if batches == 1:
         return scheduled_gaussian(values, sampling_rate=1.0)
     in_whole_epochs = len(values) - len(values) % batches

@@ -128,7 +128,7 @@ def loss(event: RandomAllocationDpEvent, grid: float, tail: float) -> PrivacyLos
     fine_step = deviation / _FINE
     laws_if_it_leaves = _laws(groups, bins, tail=tail, above=tail, step=fine_step)
     laws_if_it_joins = laws_if_it_leaves
-    # With little noise, `_POINTS` fine steps do not reach the largest factors, so `_laws` took a
+    # `_POINTS` fine steps do not reach the largest factors if noise is small, so `_laws` took a
     # coarser step, too coarse for the small ratios that the loss under Q needs. This loss gets a
     # second, fine lattice, which ends at lower factors.
     if laws_if_it_leaves.step > fine_step:
@@ -182,7 +182,7 @@ def _laws(groups: Groups, bins: int, tail: float, above: float, step: float) -> 
         # A factor can exceed the window. The transform repeats outside it.
         wrapped = indices % size
         factor_q = np.fft.rfft(np.bincount(wrapped, masses, size))
-        # Under P a factor has the density of L under Q, times L.
+        # The density of a factor under P is that of L under Q, times L.
         factor_p = np.fft.rfft(np.bincount(wrapped, points * masses, size))
         # The product rule: the bin under P is one of those so far, or one of these n.
         others = factor_q ** (n - 1)  # of this group
@@ -304,7 +304,7 @@ def _window(
     t = np.geomspace(1e-2 / (deviation + largest), 1e4 / deviation, 400)
     log_q, _ = _log_moments(coarse_factors, bins, -t, step)
     _, log_p = _log_moments(coarse_factors, bins, t, step)
-    # At a and b the bounds equal the tail. Bounds whose moments overflow are NaN or infinite, and
+    # The bounds equal the tail at a and b. Bounds whose moments overflow are NaN or infinite, and
     # are not chosen.
     low = float(np.nanmax((log_q - math.log(tail)) / -t))
     top = float(np.nanmin((log_p - math.log(tail)) / t))
@@ -321,7 +321,7 @@ def _log_moments(
     ``(t step)^2 / 8`` to the logarithm of its moment (Hoeffding), and ``t step`` if it is under P.
     """
     log_q = np.zeros(t.size)
-    # Under P one factor, of a uniform bin, is weighted by itself. So the moment under P is that
+    # One factor, of a uniform bin, is weighted by itself under P. So the moment under P is that
     # under Q times a mean over the bins, in which a bin whose step did not run counts as 1.
     idle = bins - sum(n for n, _, _ in factors)
     p_over_q = np.full(t.size, idle / bins)

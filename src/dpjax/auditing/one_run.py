@@ -159,7 +159,7 @@ def _any_refuted(epsilon: float, numbers: tuple[int, int, int], delta: float, ri
     from scipy.stats import binom  # the import takes a second, so only audits of whole runs pay it
 
     correct, guesses, canaries = numbers
-    # With pure epsilon each guess is right with at most this chance.
+    # Each guess is right with at most this chance under pure epsilon.
     chance = 1 / (1 + np.exp(-epsilon))
     # Delta turns a bounded number of wrong guesses into right ones.
     turned = np.arange(1, correct + 1)

@@ -157,7 +157,7 @@ def checked(dataset: Dataset[_Train], shape: tuple[int, ...], where: str) -> Dat
             fault = _fault_of_shape(x.shape, shape)
         else:
             fault = _fault(*rows, shape, dataset.classes)
-        # In training a wrong label contributes zero, or trains another class.
+        # A wrong label contributes zero in training, or trains another class.
         if fault:
             raise ValueError(f"data.load({dataset.name!r}): {where}: its {part} part has {fault}.")
     return dataset

@@ -198,7 +198,7 @@ class _Link:
         self.flower = importlib.import_module("flwr.app")
         self.grid = grid
         self.clients = {key: client for client, key in enumerate(keys)}
-        # In their first order, in which clients read a list of arrays. JAX sorts names.
+        # Clients read a list of arrays in the first order of the names, and JAX sorts names.
         self.names = names
         self.timeout = timeout
 

@@ -93,7 +93,7 @@ def _layout(request: Request, loss: Traced, params: PyTree, example: PyTree) -> 
         mesh = _mesh(devices, microbatches)
         axes = () if mesh is None else mesh.axis_names
         if mesh is not None and meshes.MODEL in axes:
-            # With some primitives, the axis of the parameters has to split the batch as well. They
+            # The axis of the parameters has to split the batch as well for some primitives. They
             # are looked for in the gradient, which also holds derivatives that users wrote.
             axes = _batch_axes(mesh, loss.gradient(params, example))
         # The number of shares depends on mesh and axes only; 1 stands for any microbatch size.

@@ -290,7 +290,7 @@ def _in_turn(
     if total.high is not None:
         # All blocks have ended: their sum is in `high`, and its rounding error in `low`.
         value = jax.tree.map(jnp.add, total.high, total.low)
-    # From [blocks, microbatches, size, ...] to [rows, ...], without the padding.
+    # [blocks, microbatches, size, ...] becomes [rows, ...], without the padding.
     of_rows = jax.tree.map(lambda x: jax.lax.collapse(x, 0, 3)[:count], of_rows)
     return of_rows._replace(value=value)
 
@@ -313,7 +313,7 @@ def _on_devices(
     shares = layout.on_each(sum_of_share, split={1})(model, padded, zeros)
     value = jax.tree.map(lambda x, sums: x + jnp.sum(sums, axis=0), start, shares.value)
     of_rows = shares._replace(value=None)
-    # From [shares, rows of a share, ...] to [rows, ...], without the padding.
+    # [shares, rows of a share, ...] becomes [rows, ...], without the padding.
     of_rows = jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2)[:count], of_rows)
     return of_rows._replace(value=value)
 

@@ -42,7 +42,7 @@ def private(mechanism: Described, key: Key | None) -> optax.GradientTransformati
         sampler = mechanism.sampling
         if sampler.most_rows is not None:  # the sampler draws persons, who may own several rows
             mask = _drawn_units(mask, trees.leading_size(updates), sampler)
-        # Without a mask, padding is counted as examples. `mask=True` states that no gradient is
+        # Padding is counted as examples without a mask. `mask=True` states that no gradient is
         # padding. As many gradients as the capacity are a padded draw, so it is refused for them.
         full = mask is True and trees.leading_size(updates) == sampler.capacity
         if sampler.padded and (mask is None or full):

@@ -91,7 +91,7 @@ def noise_link(
         if adapts:
             scale = jnp.ones((), jnp.float32)
         memory = first_memory(noise.strategy, params)
-        # Under `jit` the step is traced, under `vmap` the parameters: then the key is unset.
+        # The step is traced under `jit`, the parameters under `vmap`: then the key is unset.
         return GaussianState(first_key(key, (step, params)), step, memory, scale)
 
     def update(

@@ -25,7 +25,7 @@ def is_sparse(examples: int, batch_size: float) -> bool:
 
 def checked_count(who: str, what: str, value: Any, most: int = LARGEST) -> int:
     """A whole number among the arguments of a sampler."""
-    # By default of int32, because a step is one and cannot be divided by more.
+    # The default is that of int32, because a step is one and cannot be divided by more.
     return checks.whole(f"sampling.{who}", what, value, "Round a quotient, as with //.", most=most)
 
 

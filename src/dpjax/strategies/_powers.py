@@ -45,7 +45,7 @@ def least_error(
     are, from the smallest, the rate of a pole, of a zero, of a pole and so on; the first gap begins
     at 0. ``error`` is "mean" or "maximal", as in `variance`.
     """
-    # In row i of ``x + directions``, number i has a tiny imaginary part.
+    # Number i has a tiny imaginary part in row i of ``x + directions``.
     directions = 1j * _TINY * np.eye(2 * buffers)
 
     def objective(x: np.ndarray) -> tuple[float, np.ndarray]:

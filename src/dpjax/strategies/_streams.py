@@ -37,7 +37,7 @@ def ages(step: Any, size: int) -> Int[Array, " size"]:
 def weighted(weights: Float[Array, " size"], rows: Float[Array, "size ..."]) -> Float[Array, "..."]:
     """``sum_k weights[k] rows[k]``."""
     weights = weights.astype(rows.dtype)
-    # At a lower precision accelerators round the noise to bfloat16.
+    # Accelerators round the noise to bfloat16 at a lower precision.
     return jnp.tensordot(weights, rows, axes=1, precision=jax.lax.Precision.HIGHEST)
 
 

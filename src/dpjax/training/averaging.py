@@ -45,7 +45,7 @@ def average_parameters(decay: float = 0.99) -> optax.GradientTransformation:
     """
 
     def init(params: PyTree) -> AverageState:
-        # At least float32: in bfloat16 the total stops growing after some steps.
+        # The dtype is at least float32: in bfloat16 the total stops growing after some steps.
         return AverageState(trees.zeros_wide(params), jnp.zeros(()))
 
     def update(updates: PyTree, state: Any, params: Any = None) -> tuple[PyTree, AverageState]:

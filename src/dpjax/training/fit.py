@@ -208,7 +208,7 @@ def _checked(
     begin = state.ledger.steps
     # `steps` counts from the given state, so a restarted script asks for the same end.
     end = mechanism.steps if steps is None else begin + steps
-    # At least 1, also for a call without steps, because `Terms.has_row` divides by it.
+    # It is at least 1, also for a call without steps, because `Terms.has_row` divides by it.
     row_every = evaluate_every or max(1, math.ceil((end - begin) / 20))
     numbers: dict[str, Any] = {
         "begin": begin,

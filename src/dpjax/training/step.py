@@ -181,7 +181,7 @@ def release(recipe: Recipe, layout: Layout, state: State, sums: Sums) -> tuple[S
 
     A share is the part of the batch on one device.
     """
-    # For each leaf, the largest coordinate that its sum has in nearly every draw. `join` rounds the
+    # The largest coordinate that the sum of each leaf has in nearly every draw. `join` rounds the
     # shares to the last digit of such a number, so they add exactly, and adds the rests apart.
     reach = reach_of(recipe, state.params)
     # The sum of gradients stays in two parts until the noise is added: ``total`` is rounded, and

@@ -261,7 +261,7 @@ def grid_interval(steps: Counter[Step], bounds_moved: int) -> float | None:
     ``bounds_moved`` is the number of clipping bounds by which the data of one example move a sum:
     2 for a replacement, and otherwise 1.
     """
-    # For each kind of sampled step its rate q, its multiplier z, and the number n of such steps.
+    # The rate q and the multiplier z of each kind of sampled step, and the number n of such steps.
     sampled = [(step.rate, step.multiplier, n) for step, n in steps.items() if step.is_sampled]
 
     def variance(moved: int) -> float:
