@@ -54,7 +54,7 @@ def fold(
     which, of = share
     drawn = draw.size
     stride = of * size  # from the start of a share's microbatch to the start of its next one
-    # `dynamic_slice` shifts the last microbatches back without padding, over rows already added.
+    # If rows were not padded, `dynamic_slice` shifted the last microbatches back over earlier rows.
     pads = [(0, stride)]
     if draw.mask.ndim == 2:
         pads.append((0, 0))  # the axis of a person's rows
