@@ -47,8 +47,8 @@ def meet(given: flags.FlagValues) -> int | None:
 def mesh_in_force(text: str | None, processes: int | None = 1) -> Iterator[None]:
     """A context in which JAX uses the mesh that ``text``, the value of ``--mesh``, describes.
 
-    A CPU is set up to have the devices that the mesh needs, divided by the number of ``processes``;
-    not if that is None, which is unknown. Without ``text`` there is no mesh, and the CPU of a
+    A CPU gets as many devices as the mesh needs, divided by the number of ``processes``; if that is
+    None, which is unknown, none are set up. Without ``text`` there is no mesh, and the CPU of a
     single process gets a device for each core, at most four.
     """
     import jax
@@ -56,8 +56,8 @@ def mesh_in_force(text: str | None, processes: int | None = 1) -> Iterator[None]
     from dpjax import meshes
 
     if text is None:
-        # The setting is negative until it is made, so a number of the user stays. JAX raises if it
-        # ran already, and then keeps its devices.
+        # `jax_num_cpu_devices` is negative while it is not set, and a number that the user set
+        # stays. JAX raises if it ran already, and then keeps its devices.
         if processes == 1 and getattr(jax.config, "jax_num_cpu_devices", 0) < 0:
             with contextlib.suppress(RuntimeError):
                 jax.config.update("jax_num_cpu_devices", meshes.host_devices())

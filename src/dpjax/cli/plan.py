@@ -52,7 +52,7 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
             line += "  planned"
         print(line)
     print("Noise is relative to batches of all examples, at equal epsilon and steps.")
-    # Without a time `dpjax train` makes the same plan itself.
+    # Without --minutes `dpjax train` makes the same plan itself.
     if given.minutes is not None:
         batch, steps = chosen
         print(f"To train: dpjax train --batch_size={batch} --steps={steps}, and the other flags.")
@@ -61,8 +61,9 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
 def speed_of(loss: Any, model: Any, x: jax.ShapeDtypeStruct, most_rows: int | None) -> float:
     """The examples that private steps compute in a second, measured on rows of zeros.
 
-    ``x`` is the shape and dtype of one input. ``most_rows`` is the most rows of a person in a step;
-    if it is given, an example is a person.
+    The time of a step depends on shapes, and not on values, so no data are read. ``x`` is the shape
+    and dtype of one input. ``most_rows`` is the most rows of a person in a step; if it is given, an
+    example is a person.
     """
     rows = 1024  # all of them are in each batch
     batches = dpjax.sampling.poisson(rows, rows)
