@@ -91,7 +91,8 @@ def run_command(name: str) -> None:
         absl passes its own ``argv``, which is only the program, see below.
         """
         given = copy.deepcopy(declared.FLAGS)  # parsing changes only the copy
-        logging.set_verbosity(logging.WARNING)  # JAX reports the accelerators it did not find
+        # JAX reports the accelerators that it did not find, at a lower level.
+        logging.set_verbosity(logging.WARNING)
         _print_plainly()
         try:
             argv = given([program, *words])  # the program, and the arguments that are no flags

@@ -109,7 +109,7 @@ def noise(figure: Figure, run: SavedRun) -> str:
     first, last = multipliers[[0, -1]]
     if np.all(multipliers == first):
         raise Missing(f"it is {first:.4g} at every step")
-    # The steps at which the multiplier changes, with the first and the last step.
+    # The steps at which the multiplier changes, with 0 and the last step.
     edges = np.concatenate([[0], np.cumsum(step_counts)])
     axes = panel(figure, "step", "noise multiplier")
     # Stairs show that a multiplier holds from one change to the next.
@@ -367,7 +367,7 @@ def _with_guess(figure: Figure, run: SavedRun, y: np.ndarray, name: str, guess: 
 
 
 def _cells(axes: Axes, x_edges: np.ndarray, y_edges: np.ndarray, opacity: np.ndarray) -> None:
-    """Draws the cell between each two edges along x and along y, with its opacity.
+    """Draws the cells of a grid with these edges along x and along y, each with its opacity.
 
     The opacities are ``[cells along x, cells along y]``; cells with 0 are left out. All cells have
     one color, because the page replaces colors by variables for its light and dark theme.
@@ -445,8 +445,8 @@ def _histogram(axes: Axes, norms: np.ndarray, bound: float) -> None:
     # A logarithmic axis needs a positive end, also if all norms are 0 or not finite.
     longest = float(norms.max(initial=0)) or 1.0
     shortest = float(norms.min(initial=longest, where=norms > 0))  # of the positive norms
-    # The axis has at most four decades below the longest norm, with a margin of a tenth. The first
-    # bin also holds all norms that are shorter than it reaches.
+    # The axis has at most four decades below the longest norm, and a margin of a tenth. The first
+    # bin also holds all norms below the axis.
     low = max(shortest / 1.1, longest * 1e-4)
     edges = np.geomspace(low, 1.1 * longest, 41)  # of 40 bins
     counts, _ = np.histogram(np.maximum(norms, low), edges)
