@@ -75,7 +75,10 @@ def _run_named(words: Sequence[str] | None) -> None:
 
 
 def run_command(name: str) -> None:
-    """Runs one subcommand with the flags in `sys.argv`, then leaves the process; or prints help."""
+    """Runs one subcommand with the flags in `sys.argv`, or prints its help if they ask for it.
+
+    After a run `absl.app.run` ends the process.
+    """
     declared = importlib.import_module(f"dpjax.cli.flag_sets.{name}")
     program, *words = sys.argv
     if any(word in _HELP for word in words):
@@ -83,13 +86,18 @@ def run_command(name: str) -> None:
         return
 
     def parse_and_run(_: list[str]) -> None:
-        """Runs the subcommand; a mistake in its flags, or Ctrl-C, ends the process in words."""
+        """Runs the subcommand; a mistake in its flags, or Ctrl-C, exits with a short message.
+
+        absl passes its own ``argv``, which is only the program, see below.
+        """
         given = copy.deepcopy(declared.FLAGS)  # parsing changes only the copy
-        logging.set_verbosity(logging.WARNING)  # JAX reports the accelerators it did not find
+        # JAX reports the accelerators that it did not find, at a lower level.
+        logging.set_verbosity(logging.WARNING)
         _print_plainly()
         try:
-            argv = given([program, *words])
-            # Otherwise `train --steps 2 target_epsilon=0.5` runs at the default epsilon.
+            argv = given([program, *words])  # the program, and the arguments that are no flags
+            # An argument without dashes may be a mistyped flag. Otherwise
+            # `train target_epsilon=0.5` runs at the default epsilon.
             if argv[1:] and not declared.WORDS:
                 extra = " ".join(argv[1:])
                 raise app.UsageError(f"{extra}: expected flags alone, which begin with two dashes.")
@@ -105,19 +113,22 @@ def run_command(name: str) -> None:
             print(f"\n{program}: {str(stopped) or 'interrupted.'}", file=sys.stderr)
             sys.exit(130)  # as a shell reports a program that Ctrl-C ended
 
-    # absl sets up its log and ends the process. It gets no flags, because `given` parses them.
+    # absl sets up its log, calls the function, and ends the process. It gets no flags, because
+    # `given` parses them.
     app.run(parse_and_run, argv=[program])
 
 
 def _print_plainly() -> None:
-    """Prints each log message once, as ``Warning: ...``, and no remarks of Orbax on its speed.
+    """Makes absl's log print each message only once, as ``Warning: ...``.
 
-    absl's own format has the time, the process and the file in front of each message.
+    absl's own format has the time, the process and the file in front of each message. Messages of
+    Orbax below the level of an error are dropped.
     """
     handler = logging.get_absl_handler()
     printed = set[str]()
 
     def is_new(record: Any) -> bool:
+        """A filter of `logging`, which drops a record if the result is False."""
         record.title = record.levelname.capitalize()  # for the format below
         message = record.getMessage()
         is_repeated = message in printed
@@ -130,5 +141,5 @@ def _print_plainly() -> None:
 
 
 def _not_of_orbax(record: Any) -> bool:
-    """Drops Orbax's remarks on its speed; `dpjax.training.checkpoints` reports its failures."""
+    """Drops Orbax's remarks, which are on its speed; `dpjax.training` reports its failures."""
     return record.levelname in ("ERROR", "CRITICAL") or "orbax" not in record.pathname

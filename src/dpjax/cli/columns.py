@@ -22,6 +22,7 @@ _HEAD = """\
 # the number of a patient. A column for `--unit_column` needs no table.
 """
 _FILL = '# fill = "?"  # what a gap counts as; without it a gap is an error'
+# The lines of a column's table after its kind, by the kind that `kinds_of` guesses.
 _DRAFTS = {
     "number": ('low = "?"', 'high = "?"', _FILL),
     "date": ('since = "?"', 'days = "?"', _FILL),
@@ -36,7 +37,8 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     if len(argv) != 2:
         raise app.UsageError("expected one table: dpjax columns my.csv > columns.toml")
     try:
-        kinds = kinds_of(pathlib.Path(argv[1]), call=argv[1])  # errors begin with the file
+        # The kind of each column, by its name. Messages of errors begin with `call`, the file.
+        kinds = kinds_of(pathlib.Path(argv[1]), call=argv[1])
     except (ImportError, OSError, ValueError) as error:
         raise app.UsageError(str(error)) from error
     print(_HEAD)
@@ -45,5 +47,5 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
         if not re.fullmatch(r"[\w-]+", name, re.ASCII):
             # TOML needs quotes around names with other characters.
             key = json.dumps(name, ensure_ascii=False)
-        word, _, _ = kind.partition(",")  # "date" of "date, day first"
-        print("\n".join([f"[{key}]", f'kind = "{word}"', *_DRAFTS[kind], ""]))
+        declared_kind, _, _ = kind.partition(",")  # "date" for "date, day first"
+        print("\n".join([f"[{key}]", f'kind = "{declared_kind}"', *_DRAFTS[kind], ""]))

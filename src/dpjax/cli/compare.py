@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several runs: a table, two plots, and the cost of all of them together."""
+"""Several runs: a table, two plots, and the cost of all of them together.
+
+Runs whose flags differ only in seed and folder are a group: a line of the table, a curve of a plot.
+A measure is a metric of the test examples, such as the accuracy.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +48,7 @@ class RunGroup(NamedTuple):
 
 def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     """Prints the table of the runs that the command line names, and draws their plots."""
-    require("dpjax compare", "matplotlib.figure")
+    require("dpjax compare", "matplotlib.figure")  # an optional package, which draws the plots
     runs = []
     # One folder under two names, as a1 and a1/, is one run.
     folders = {pathlib.Path(folder).resolve(): folder for folder in argv[1:]}
@@ -65,7 +69,10 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
 
 
 def plot(runs: list[SavedRun], out: pathlib.Path, badge: str = RELEASED) -> None:
-    """Writes the plots; ``badge`` is a reason against their release, in addition to the runs'."""
+    """Writes the plots; ``badge`` is a reason against their release, in addition to the runs'.
+
+    A badge is `RELEASED`, or the reason why a picture must not be published.
+    """
     # The plots show all runs, so a badge of one of them holds for all.
     for words in map(of_what_was_released, runs):
         if badge == RELEASED:
@@ -133,35 +140,38 @@ def guess(runs: Sequence[SavedRun]) -> str:
     It is empty if no run has its test labels.
     """
     measures = measures_of(runs)
-    guesses = [guessed(run) for run in runs]  # each has the values of measures by their names
+    guesses = [guessed(run) for run in runs]  # of each run, the value of each measure by its name
     if not any(guesses):
         return ""
     words = []
     for name in measures:
         values = {guess_of_run.get(name, math.nan) for guess_of_run in guesses}
-        if len(values) == 1:  # runs on other test examples have other guesses
+        # The values differ if runs have other test examples, or if one has no test labels, which is
+        # a NaN here. Then no value is that of all runs.
+        if len(values) == 1:
             words.append(f"{MEASURES[name]} {shown(name, values.pop())}")
     return f"Always guessing the {answer_of_guess(measures[0])}: {', '.join(words)}.\n"
 
 
-def curve(group: RunGroup, axis: str, measure: str) -> tuple[np.ndarray, np.ndarray]:
+def curve(group: RunGroup, along: str, measure: str) -> tuple[np.ndarray, np.ndarray]:
     """The x of each step at which a run was evaluated, and the values of all runs there.
 
-    ``axis``, ``"epsilon"`` or ``"step"``, is the quantity along x. The x are ``[steps]``, and the
+    ``along``, ``"epsilon"`` or ``"step"``, is the quantity along x. The x are ``[steps]``, and the
     values of the measure ``[steps, runs]``, with NaN for a run without an evaluation at that step.
+    Steps at which epsilon is infinite for any run are left out.
     """
     steps = np.unique(np.concatenate([run.steps for run in group.runs]))
     x = np.zeros(len(steps))
     values = np.full((len(steps), len(group.runs)), np.nan)
     for column, run in enumerate(group.runs):
-        rows = np.searchsorted(steps, run.steps)  # the places of the run's steps in `steps`
-        # Both series are [evaluations, 1]: only measures of groups of parameters have more columns.
-        # The largest epsilon of a step counts, so no run is shown for less than it cost.
-        x[rows] = np.maximum(x[rows], run.series(axis)[:, 0])
-        values[rows, column] = run.series(measure)[:, 0]
+        places = np.searchsorted(steps, run.steps)  # of the run's steps in `steps`
+        # Each series is [evaluations, 1], a number per evaluation. The largest epsilon of a step
+        # counts, so no run is shown for less than it cost.
+        x[places] = np.maximum(x[places], run.series(along)[:, 0])
+        values[places, column] = run.series(measure)[:, 0]
     if measure in PER_CENT:
         values *= 100
-    # An epsilon that is infinite for any run is NaN here, and has no place on the axis.
+    # `series` gives NaN for an infinite epsilon, and `np.maximum` keeps a NaN.
     finite = np.isfinite(x)
     if not finite.any():
         raise Missing("at no step has every run a finite epsilon")
@@ -171,41 +181,45 @@ def curve(group: RunGroup, axis: str, measure: str) -> tuple[np.ndarray, np.ndar
 def draw(groups: list[RunGroup], badge: str) -> bytes:
     """The first measure of the runs against epsilon and against steps, as PNG.
 
-    ``badge`` is drawn into the picture, unless it permits a release.
+    ``badge`` is drawn into the picture, unless it is `RELEASED`.
     """
     runs = [run for group in groups for run in group.runs]
     # Each of these texts begins with a space: " at delta 1e-5, by pld".
-    stated = " or".join(sorted({stated_at(run) for run in runs} - {""}))
+    delta_and_method = " or".join(sorted({stated_at(run) for run in runs} - {""}))
     measure = measures_of(runs)[0]
     unit = " (%)" if measure in PER_CENT else ""
     with style.style():
         # Each group has a line of the legend below the axes.
         figure = style.canvas(height=3.6 + 0.16 * len(groups))
         by_epsilon, by_step = figure.subplots(1, 2, sharey=True)
-        by_epsilon.set(xlabel=f"epsilon spent{stated}", ylabel=f"{MEASURES[measure]}{unit}")
+        by_epsilon.set(
+            xlabel=f"epsilon spent{delta_and_method}", ylabel=f"{MEASURES[measure]}{unit}"
+        )
         by_step.set_xlabel("steps")
         for number, group in enumerate(groups):
             color = style.SERIES[number % len(style.SERIES)]
             _draw_group(by_epsilon, by_step, group, measure, color)
         if by_epsilon.lines:  # a group that was drawn has a label there
-            where = {"loc": "outside lower left", "frameon": False, "labelcolor": "linecolor"}
-            figure.legend(*by_epsilon.get_legend_handles_labels(), **where)
+            look = {"loc": "outside lower left", "frameon": False, "labelcolor": "linecolor"}
+            figure.legend(*by_epsilon.get_legend_handles_labels(), **look)
         return style.png(figure, note_of(badge))
 
 
 def _draw_group(by_epsilon: Any, by_step: Any, group: RunGroup, measure: str, color: str) -> None:
     """Draws the curves of a group on both axes; prints why, if the group is not drawn.
 
-    Runs without an epsilon, such as those without noise, have no curve by epsilon: a dashed line at
-    their last mean is there instead, to compare with.
+    A curve is the mean of the group's runs, with a band over their range. Runs without an epsilon,
+    such as those without noise, have no curve by epsilon: a dashed line at their last mean is there
+    instead, to compare with.
     """
-    label = f" {group.label}"  # no legend shows a label with an underscore in front
-    end = None
+    # The space is there because no legend shows a label that begins with an underscore.
+    label = f" {group.label}"
+    end = None  # the last mean, once a curve is drawn
     try:
-        # The curve by steps is first, because it gives `end` to runs without an epsilon. It has no
-        # label: the legend is made of the other axes.
-        for axes, axis, name in ((by_step, "step", ""), (by_epsilon, "epsilon", label)):
-            x, values = curve(group, axis, measure)
+        # The curve by steps is first, because runs without an epsilon need its `end`. It has no
+        # label, because the legend is made of the other axes.
+        for axes, along, name in ((by_step, "step", ""), (by_epsilon, "epsilon", label)):
+            x, values = curve(group, along, measure)  # [steps] and [steps, runs]
             style.band(axes, x, values, color, name, **style.DOTS)
             end = np.nanmean(values[-1])
             axes.scatter(x[-1], end, s=36, color=style.PALETTE[color])  # a larger dot at the end
@@ -273,11 +287,12 @@ def price(runs: list[SavedRun]) -> str:
         "To choose among runs by private data, also by a part held out of them, has a cost of its "
         "own, which no number here includes. "
     )
-    kinds = protected(runs)  # of neighbours, in words
+    kinds = protected(runs)  # the kinds of neighbours, in words
     if len(kinds) > 1:
         return f"{caveat}Their costs do not add: these runs protect {' and '.join(kinds)}."
     epsilon = sum(run.epsilon for run in runs)
-    # Decimals, whose sum of three times 1e-5 is 3e-5, without an error of rounding.
+    # Deltas are added as decimals: in floats 1e-5 three times is more than 3e-5, and the price is
+    # rounded up.
     delta = float(sum(Decimal(repr(run.delta)) for run in runs))
     if math.isinf(epsilon):
         return "One of these runs has no proven epsilon, so neither have all of them together."

@@ -35,25 +35,30 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
         content = exported(folder)
     except (ImportError, LookupError, OSError, TypeError, ValueError) as error:
         raise app.UsageError(f"{folder}: {error}") from error
-    replace(path, content, public=True)
+    replace(path, content, public=True)  # other users may read the file
     print(f"Wrote {path}, {len(content):,} bytes; `dpjax export --help` shows how to read it.")
 
 
 def exported(folder: pathlib.Path) -> bytes:
-    """The program of the run in a folder, for any number of rows, serialized by `jax.export`."""
+    """The program of the run in a folder, for any number of rows, serialized by `jax.export`.
+
+    It takes rows, ``[rows, *shape of an input]``, and returns the outputs of the network.
+    """
     config = read_json(folder / "config.json")
     if "inputs" not in config:
         raise ValueError("config.json has no shape of an input. Train with this dpjax.")
-    trained = run_files.flags_of(config)
-    # The noised mean and variance of features; None if the run released none.
+    trained = run_files.flags_of(config)  # the flags of the training
+    # The noised mean and variance by which features are scaled; None if the run released none.
     moments = inputs.released_moments(folder / run_files.MOMENTS, trained)
-    model = build.build_model(trained, config["inputs"]["outputs"])
+    output_count = config["inputs"]["outputs"]
+    model = build.build_model(trained, output_count)
 
     def network_input(row: Any) -> Any:
         """The row itself, or its features on the run's scale."""
         if trained.features == "none":
             return row
-        return inputs.scale(trained, scattering.scatter(row[None]), moments)[0]
+        row_features = scattering.scatter(row[None])  # of a batch of one row
+        return inputs.scale(trained, row_features, moments)[0]
 
     shape = tuple(config["inputs"]["shape"])
     dtype = jnp.dtype(config["inputs"]["dtype"])
@@ -62,10 +67,11 @@ def exported(folder: pathlib.Path) -> bytes:
     params = training.released_params(folder, param_shapes)
 
     def outputs(row: Any) -> Any:
+        """The outputs of the network for one row."""
         return model.apply({"params": params}, network_input(row))
 
-    (rows,) = export.symbolic_shape("rows")  # an unknown number
-    rows_shape = jax.ShapeDtypeStruct((rows, *shape), dtype)
+    (row_count,) = export.symbolic_shape("rows")  # unknown until the program is called
+    rows_shape = jax.ShapeDtypeStruct((row_count, *shape), dtype)
     # `vmap` hides the unknown number of rows from the network.
     program = export.export(jax.jit(jax.vmap(outputs)), platforms=_PLATFORMS)(rows_shape)
     return bytes(program.serialize())

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The flags of the machines of a run: ``--mesh``, and the flags of several processes.
 
-Flags of processes are the arguments of `jax.distributed.initialize`, by their names there.
+Flags of processes are the arguments of `jax.distributed.initialize`, by their names there. The
+functions import JAX themselves, because the help of `dpjax train` needs only the texts.
 """
 
 from __future__ import annotations
@@ -44,28 +45,30 @@ def meet(given: flags.FlagValues) -> int | None:
 
 @contextlib.contextmanager
 def mesh_in_force(text: str | None, processes: int | None = 1) -> Iterator[None]:
-    """Puts the mesh that ``text``, the flag, describes in force for all that runs inside.
+    """A context in which JAX uses the mesh that ``text``, the value of ``--mesh``, describes.
 
-    A CPU gets as many devices as the mesh needs, over all ``processes``; None if their number is
-    unknown. Without ``text`` there is no mesh, and the CPU of a single process gets a device for
-    each core, at most four.
+    A CPU gets as many devices as the mesh needs, divided by the number of ``processes``; if that is
+    None, which is unknown, none are set up. Without ``text`` there is no mesh, and the CPU of a
+    single process gets a device for each core, at most four.
     """
     import jax
 
     from dpjax import meshes
 
     if text is None:
-        # The number of devices is negative until it is set; the user's own number stays. JAX raises
-        # if it ran already, and then keeps its devices.
+        # `jax_num_cpu_devices` is negative while it is not set, and a number that the user set
+        # stays. JAX raises if it ran already, and then keeps its devices.
         if processes == 1 and getattr(jax.config, "jax_num_cpu_devices", 0) < 0:
             with contextlib.suppress(RuntimeError):
                 jax.config.update("jax_num_cpu_devices", meshes.host_devices())
         yield
         return
-    # The number has no effect on accelerators. Both errors are ignored here: `parse` below raises a
-    # better one if the text does not describe a mesh, or if JAX ran already with other devices.
+    # The setting has no effect on accelerators. Both errors are ignored here, because `parse` below
+    # raises a better one if the text does not describe a mesh, or if JAX already ran with other
+    # devices.
     with contextlib.suppress(ValueError, RuntimeError):
-        devices = math.prod(int(axis.partition(":")[2]) for axis in text.split(","))
+        sizes = [int(axis.partition(":")[2]) for axis in text.split(",")]  # 4 of "data:4"
+        devices = math.prod(sizes)
         if processes is not None:
             jax.config.update("jax_num_cpu_devices", devices // processes)
     try:

@@ -27,15 +27,15 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
         x = inputs.input_shape(given, dataset)
         params = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
         loss = dpjax.losses.of(model, build.build_loss(given, dataset.classes))
-        target = {"epsilon": given.target_epsilon, "delta": given.delta}
-        most_rows = None
+        guarantee = {"epsilon": given.target_epsilon, "delta": given.delta}
+        most_rows = None  # that a step reads of a person
         if dataset.owners is not None:
             most_rows = given.most_rows
         speed = speed_of(loss, model, x, most_rows)
         planned = dpjax.plan(
             examples,
             params,
-            **target,
+            **guarantee,
             drift=build.drift_of(given),
             minutes=given.minutes,
             examples_per_second=speed,
@@ -49,7 +49,7 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     if given.minutes is not None:
         most_examples = 60 * given.minutes * speed
     print(f"\n{'batch':>9}  {'steps':>6}  {'noise':>6}  time")
-    for size in planning.other_sizes(examples, **target, most=most_examples):
+    for size in planning.other_sizes(examples, **guarantee, most=most_examples):
         # `excess` is the noise on the mean gradient, relative to batches of all examples.
         line = f"{size.batch:>9,}  {size.steps:>6,}  {size.excess:>6.2f}  "
         line += duration(size.examples / speed)
@@ -57,6 +57,7 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
             line += "  planned"
         print(line)
     print("Noise is relative to batches of all examples, at equal epsilon and steps.")
+    # Without --minutes `dpjax train` makes the same plan itself.
     if given.minutes is not None:
         batch, steps = chosen
         print(f"To train: dpjax train --batch_size={batch} --steps={steps}, and the other flags.")
@@ -65,16 +66,19 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
 def speed_of(loss: Any, model: Any, x: jax.ShapeDtypeStruct, most_rows: int | None) -> float:
     """The examples that private steps compute in a second, measured on rows of zeros.
 
-    ``most_rows`` is the most rows of a person in a step; if it is given, persons are counted.
+    The time of a step depends on shapes, and not on values, so no data are read. ``x`` is the shape
+    and dtype of one input. ``most_rows`` is the most rows of a person in a step; if it is given, an
+    example is a person.
     """
     rows = 1024  # all of them are in each batch
     batches = dpjax.sampling.poisson(rows, rows)
     if most_rows is not None:
-        # Each row has an owner of its own. A step computes all rows that it may read of a person,
-        # also where the person has one.
+        # Each person has one row, but a step computes ``most_rows`` rows for each person, with
+        # padding in the place of missing ones.
         batches = dpjax.sampling.persons(np.arange(rows), rows, most_rows)
-    data = np.zeros((rows, *x.shape), x.dtype), np.zeros(rows, np.int32)
-    # A plan has this clipping and this optimizer; the noise changes no speed.
+    data = (np.zeros((rows, *x.shape), x.dtype), np.zeros(rows, np.int32))  # inputs and labels
+    # `dpjax.plan` gives this clipping and this optimizer. The speed does not depend on the noise
+    # multiplier.
     mechanism = dpjax.Mechanism(
         sampling=batches,
         clipping=dpjax.clipping.automatic(1.0),

@@ -49,11 +49,11 @@ def predicted(
 ) -> str:
     """The predictions of the run in a folder, as CSV, with a line for each row.
 
-    ``rows`` is a file, or the name of a data set in ``data_dir``. ``declarations`` is the file of
-    declared columns of a run whose folder does not have them.
+    ``rows`` is a file, or the name of a data set in ``data_dir``. ``declarations`` is the file that
+    declares kind and range of each column, for a run of a table whose folder does not have them.
     """
     config = read_json(folder / "config.json")
-    trained = flags_of(config)
+    trained = flags_of(config)  # the flags of the training
     declared = declarations or config.get("declared")
     if trained.columns and not declared:
         raise ValueError(
@@ -63,8 +63,9 @@ def predicted(
     columns = None
     if declared:
         columns = data.Columns.read(declared, trained.unit_column)
-    x = network_inputs(folder, trained, rows_of(rows, config, columns, data_dir))
-    # The number of classes, None for a regression. An earlier version wrote only their names.
+    row_inputs = rows_of(rows, config, columns, data_dir)
+    x = network_inputs(folder, trained, row_inputs)
+    # The number of classes, None for a regression. An earlier version wrote only the names.
     number_of_names = len(config.get("class_names", ()))
     classes = config.get("classes", number_of_names or None)
     model = build.build_model(trained, classes or 1)  # a regression has one output
@@ -74,12 +75,13 @@ def predicted(
         target_range = None if columns is None else columns.target_range
         numbers = quantities(outputs, target_range)  # in units of the target
         return written(["prediction"], [[f"{number:.6g}"] for number in numbers])
-    # The keys are labels, as text: JSON has no other keys.
+    # The keys are labels as text, because all keys of JSON are text.
     name_of = config.get("class_names") or {str(label): str(label) for label in range(classes)}
     class_names = [name_of[str(label)] for label in range(classes)]
     lines = []
-    for row in np.asarray(jax.nn.softmax(outputs)):
-        lines.append([class_names[row.argmax()], *[f"{probability:.6g}" for probability in row]])
+    for probabilities in np.asarray(jax.nn.softmax(outputs)):  # [classes], of one row
+        cells = [f"{probability:.6g}" for probability in probabilities]
+        lines.append([class_names[probabilities.argmax()], *cells])
     return written(["class", *[f"probability_{name}" for name in class_names]], lines)
 
 

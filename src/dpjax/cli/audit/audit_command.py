@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command: checks its arguments, runs the audits, prints and writes their results."""
+"""`dpjax audit`: checks its arguments, runs the audits, prints and writes their results.
+
+Each audit measures a lower bound on epsilon, and gives a `Line`: the bound next to the epsilon that
+the run claims. An attack is an audit by scores of training rows and of other rows.
+"""
 
 import json
 import pathlib
@@ -30,7 +34,7 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     """Audits the run that the command line names."""
     if len(argv) != 2:
         raise app.UsageError("expected the folder of one run: dpjax audit runs/demo")
-    require("dpjax audit", "matplotlib.figure")
+    require("dpjax audit", "matplotlib.figure")  # an optional package, which draws the page
     logging.set_verbosity(logging.ERROR)  # nothing is released, so public seeds need no warning
     unknown = set(given.attacks) - set(ATTACKS)
     if unknown:
@@ -45,8 +49,8 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
         rebuilt = rebuild(folder, given.data_dir, given.dataset)
         attacks = attacks_on(given, rebuilt)
         require_test_rows(attacks, rebuilt.dataset)
-        # A folder that cannot be made ends the command before the audits, which take minutes. A
-        # run whose data are not found leaves no folder.
+        # The folder is made before the audits, because it may fail and they take minutes; but after
+        # `rebuild`, because a run whose data are not found leaves no folder.
         out.mkdir(parents=True, exist_ok=True)
         lines = audit_run(given, rebuilt, out, attacks)
     except (OSError, ValueError) as error:
@@ -54,11 +58,14 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     print("\n".join(map(str, (HEAD, *lines))))
     print(f"Wrote {out / 'audit.json'} and {out / 'audit.html'}.")
     print(f"The bounds and what was measured are {PRIVATE}. The claims may be published.")
-    conclude(lines, time.time() - began)
+    conclude(lines, time.time() - began)  # the verdict; exits with 1 if a claim is refuted
 
 
 def attacks_on(given: flags.FlagValues, rebuilt: Rebuilt) -> list[str]:
-    """The attacks that are made; the rows of a person are not independent."""
+    """The attacks to make: in a run that protects persons only canaries, by default.
+
+    The other attacks need independent rows, and rows of one person are not independent.
+    """
     if not rebuilt.planned.persons:
         return given.attacks
     left_out = [name for name in given.attacks if name != "canaries"]
@@ -89,13 +96,15 @@ def audit_run(
     ``canaries`` and ``steps`` of a second training, and ``shadows``, the models that `lira` trains.
     """
     run = rebuilt.run
-    name = "one step in which the row is drawn"  # of the line on the page
+    # `audit_step` measures the first step. It stands for every step that draws the row, unless
+    # noise is correlated: the noise of later steps depends on earlier noise.
+    step_name = "one step in which the row is drawn"
     if rebuilt.planned.persons:
-        name = "one step in which the person is drawn"
-    # Later steps have noise that depends on that of earlier ones, so only the first is measured.
+        step_name = "one step in which the person is drawn"
     if rebuilt.planned.mechanism.noise is not None:
-        name = "first step of correlated noise"
-    lines = [line_of_step(audit_step(rebuilt, given.pairs), run.delta, name)]
+        step_name = "first step of correlated noise"
+    separation = audit_step(rebuilt, given.pairs)
+    lines = [line_of_step(separation, run.delta, step_name)]
     if "canaries" in chosen:
         lines.append(audit_canaries(rebuilt, given.canaries, given.steps))
     attacks = []
@@ -118,5 +127,6 @@ def audit_run(
 
 
 def _facts_of(attack: Attack, run: SavedRun) -> dict[str, Any]:
+    """The measurements of an attack, for ``audit.json``."""
     facts = attack.membership._asdict()
     return {**facts, "rates": attack.rates(run), "by_class": attack.by_class()}

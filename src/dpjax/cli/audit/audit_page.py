@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of an audit: bounds next to claims, and the curve of each attack."""
+"""The page of an audit: bounds next to claims, and the curve of each attack.
+
+An attack guesses which rows were trained on, the members, by the scores of rows.
+"""
 
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -20,10 +23,14 @@ def page_of(lines: Sequence[Line], attacks: Sequence[Attack], run: SavedRun) -> 
 
 
 def _sections(lines: Sequence[Line], attacks: Sequence[Attack], run: SavedRun) -> Iterator[str]:
-    """The sections, as HTML: bounds next to claims, curves of all attacks, AUROC of each class."""
+    """The sections, as HTML: bounds next to claims, curves of all attacks, AUROC of each class.
+
+    A line is the result of one audit: its name, its lower bound, the claim, and what it measured.
+    """
     yield f'<h1>Audit of {escape(run.path.name)}</h1>\n<p class="badge private">{PRIVATE}</p>'
     bounds = {}
     for line in lines:
+        # The bound is rounded down and the claim up, so both still hold.
         bound = three_digits(line.bound, downwards)
         claimed = three_digits(line.claimed)
         bounds[line.audit] = f"epsilon above {bound}, claimed {claimed}; {line.measured}"
@@ -41,14 +48,18 @@ def _sections(lines: Sequence[Line], attacks: Sequence[Attack], run: SavedRun) -
 
 
 def _curves(attacks: Sequence[Attack], run: SavedRun) -> str:
-    """Curves of true and false positives on logarithmic axes, as SVG."""
+    """The rate of true positives of each attack against its false positives, as SVG.
+
+    Two more curves are there to compare with: guessing, and the most that the claim allows.
+    """
     with style.style():
-        figure = style.canvas(style.WIDTH, 3.6)
+        figure = style.canvas(style.WIDTH, height=3.6)
         axes = style.panel(figure, "others taken for members", "members found")
         rates = np.geomspace(1e-4, 1, 200)  # of false positives; the axes begin at 5e-4
         axes.plot(rates, rates, color=style.PALETTE["muted"], linewidth=0.8)  # guessing
         # A guarantee bounds true positives by exp(epsilon) times the false positives, plus delta.
-        # From an epsilon of 50 on this is 1 at all drawn rates; exp of one above 709 overflows.
+        # From an epsilon of 50 on that is 1 at all drawn rates, so 50 stands for larger ones: exp
+        # overflows above 709.
         claim = np.minimum(np.exp(min(run.epsilon, 50)) * rates + run.delta, 1)
         axes.plot(rates, claim, color=style.PALETTE["blue"], linewidth=0.8)
         # The first color, blue, is that of the claim; there are more colors than attacks.
@@ -65,7 +76,8 @@ def _curves(attacks: Sequence[Attack], run: SavedRun) -> str:
             )
         axes.set(xscale="log", yscale="log", xlim=(5e-4, 1), ylim=(5e-4, 1.1))
         style.legend(axes)
-        return style.svg(figure, "attacks", "Members found by the rate of false positives.")
+        description = "Members found by the rate of false positives."  # for screen readers
+        return style.svg(figure, name="attacks", label=description)
 
 
 def _shares_above(thresholds: np.ndarray, scores: np.ndarray) -> np.ndarray:

@@ -51,14 +51,14 @@ class Attack(NamedTuple):
         member_labels, other_labels = self.labels
         if member_labels.dtype.kind == "f":  # targets, which have no classes
             return {}
-        areas = {}
+        aurocs = {}
         for label in np.unique(member_labels).tolist():
             members = member_scores[member_labels == label]
             others = other_scores[other_labels == label]
             is_member = np.repeat([1, 0], [len(members), len(others)])
-            area = metrics.auroc(np.concatenate([members, others]), is_member)
-            areas[str(label)] = f"{area:.3f}"
-        return areas
+            auroc = metrics.auroc(np.concatenate([members, others]), is_member)
+            aurocs[str(label)] = f"{auroc:.3f}"
+        return aurocs
 
 
 def attack_losses(rebuilt: Rebuilt) -> Attack:

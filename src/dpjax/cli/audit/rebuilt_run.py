@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run, built again from the folder that `dpjax train` wrote, before and after training."""
+"""Builds a run again from the folder that `dpjax train` wrote: data, plan and parameters.
+
+A unit of privacy is a row, or a person, who may own several rows.
+"""
 
 import dataclasses
 import json
@@ -50,10 +53,12 @@ def rebuild(
         given["dataset"].value = moved_to
     find_files(given, run.config or {})
     planned = plan(given)
-    # Only the composite loss takes an argument of each step, the epoch.
+    # The composite loss, the only one with `per_step`, takes the epoch. The audit of a person uses
+    # the loss of all rows of the person, which takes none.
     if planned.per_step is not None and planned.dataset.owners is not None:
         raise app.UsageError(f"{folder}: --loss=composite is audited where the unit is one row.")
-    # The facts in run.json have the types of JSON, in which a tuple is a list.
+    # The planned mechanism differs from that of the run if the data changed. It is compared in the
+    # types of JSON, in which a tuple is a list, because run.json holds the mechanism of the run.
     if json.loads(json.dumps(planned.mechanism.facts)) != run.mechanism:
         raise app.UsageError(f"{folder}: expected the mechanism of run.json. Restore its data.")
     dataset = inputs.with_features(given, planned.dataset)
@@ -62,9 +67,10 @@ def rebuild(
         # The run's answers are read, because a second query spends privacy again.
         moments = inputs.read_moments(folder / MOMENTS, planned.normalization)
     dataset = inputs.with_scale(given, dataset, moments)
+    # `earlier` holds the parameters of the run that this one continued; None if there is none.
     first_params = first_parameters(planned.model, dataset, planned.earlier)
     released = released_params(folder, like=first_params)
-    if dataset.owners is not None:
+    if dataset.owners is not None:  # the person of each row: the run protects persons
         planned, dataset = of_persons(planned, dataset)
     return Rebuilt(run, planned, dataset, first_params, released)
 
@@ -81,7 +87,10 @@ def flags_of(run: SavedRun) -> flags.FlagValues:
 
 
 def find_files(given: flags.FlagValues, config: Mapping[str, Any]) -> None:
-    """Sets the flags that name files to where these are: here, or where the run was trained."""
+    """Sets the flags that name files to where these are.
+
+    A relative path is looked up in the current folder first, and then where the run was trained.
+    """
     # The folder records the declarations themselves, so their file is not needed.
     if given.columns and "declared" in config:
         given["columns"].value = config["declared"]
@@ -105,20 +114,23 @@ def find_files(given: flags.FlagValues, config: Mapping[str, Any]) -> None:
 def of_persons(planned: Planned, dataset: dpjax.data.Dataset) -> tuple[Planned, dpjax.data.Dataset]:
     """The run in which the first ``most_rows`` rows of each person are one example.
 
-    ``most_rows`` is the most rows of a person that a step reads. The run draws them for each step;
-    only this choice is not audited. Loss, clipping, noise and sampling rates stay. The data become
-    ``((x, y), mask)``, each ``[persons, most_rows, ...]``, with a mask that is False for padding.
+    ``most_rows`` is the most rows of a person that a step reads. Training draws these rows at each
+    step; here they are fixed, so the audit does not cover that draw. Loss, clipping, noise and
+    sampling rates stay. The data become ``((x, y), mask)``, each ``[persons, most_rows, ...]``,
+    with a mask that is False for padding.
     """
     most_rows = planned.mechanism.sampling.most_rows or 1  # never None for persons
-    # Rows in the order of their persons: order[i] is the number of a row in the data, which is the
-    # row numbers[i], from 0, of the person sorted_owners[i].
+    # Rows sorted by person: row order[i] of the data belongs to person sorted_owners[i], whose row
+    # number numbers[i] it is, from 0.
     owners = np.asarray(dataset.owners)
     order = np.argsort(owners, kind="stable")
     sorted_owners = owners[order]
     first_of_person = np.searchsorted(sorted_owners, sorted_owners)
     numbers = np.arange(len(owners)) - first_of_person
     used = numbers < most_rows
-    rows = np.zeros((dataset.units, most_rows), int)  # row 0 of the data pads
+    # The rows of each person, [persons, most_rows], with row 0 of the data as padding, and a mask
+    # of the rows that are not padding.
+    rows = np.zeros((dataset.units, most_rows), int)
     real = np.zeros(rows.shape, bool)
     rows[sorted_owners[used], numbers[used]] = order[used]
     real[sorted_owners[used], numbers[used]] = True

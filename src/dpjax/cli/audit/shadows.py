@@ -24,16 +24,16 @@ _ATTACKED = 1_000  # members, and as many others, that are scored
 def attack_shadows(rebuilt: Rebuilt, count: int) -> Iterator[Attack]:
     """Trains ``count`` shadow models and yields the online and the offline attack that use them.
 
-    The attacked rows are ``size`` members and as many others. A shadow model trains on the data of
-    the run with half of the attacked rows in the places of the members. The score of a row is the
-    likelihood of its log odds under the released model, if they are distributed as under shadow
-    models that trained on it, over the likelihood as under the others.
+    The attacked rows are ``size`` members, which the run trained on, and as many others. A shadow
+    model trains on the data of the run with half of the attacked rows in the places of the members.
+    The score of a row is a likelihood ratio of its log odds under the released model: the density
+    of log odds under the shadow models that trained on the row, over that under the other ones.
     """
     dataset = rebuilt.dataset
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     size = min(_ATTACKED, dataset.examples // 2, len(dataset.test[0]))
-    places = draw.permutation(dataset.examples)[:size]
-    test_places = draw.permutation(len(dataset.test[0]))[:size]
+    places = rng.permutation(dataset.examples)[:size]
+    test_places = rng.permutation(len(dataset.test[0]))[:size]
     members = dataset.rows(places)
     others = jax.tree.map(lambda x: np.asarray(x)[test_places], dataset.test)
     attacked = jax.tree.map(lambda a, b: np.concatenate([a, b]), members, others)
@@ -45,10 +45,10 @@ def attack_shadows(rebuilt: Rebuilt, count: int) -> Iterator[Attack]:
     keys = jax.random.split(jax.random.key(0), count)
     began = time.time()
     for number in range(count):
-        # Each pair of models splits the attacked rows, so each row is in half of all models. `half`
-        # has the numbers of `size` attacked rows.
+        # `half` has the numbers of `size` attacked rows. Two consecutive models get one half each,
+        # so each row is in half of all models.
         if number % 2 == 0:
-            half = draw.permutation(2 * size)[:size]
+            half = rng.permutation(2 * size)[:size]
         else:
             half = np.flatnonzero(~joined[number - 1])
         joined[number, half] = True
@@ -57,8 +57,9 @@ def attack_shadows(rebuilt: Rebuilt, count: int) -> Iterator[Attack]:
             array[places] = attacked_array[half]
         shadow_params = _trained(rebuilt, rows, keys[number])
         shadow_odds[number] = odds(shadow_params, attacked)
-        left = (time.time() - began) / (number + 1) * (count - number - 1)
-        print(f"shadow model {number + 1} of {count}, {duration(left)} left", file=sys.stderr)
+        seconds_left = (time.time() - began) / (number + 1) * (count - number - 1)
+        words = f"shadow model {number + 1} of {count}, {duration(seconds_left)} left"
+        print(words, file=sys.stderr)
     released_odds = np.asarray(odds(rebuilt.released, attacked))
     # The offline attack uses only the models that did not train on a row.
     for name, online in (("LiRA, online", True), ("LiRA, offline", False)):

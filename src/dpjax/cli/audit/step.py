@@ -24,25 +24,28 @@ _MOST = 512  # rows among which the canary is chosen
 def audit_step(rebuilt: Rebuilt, pairs: int) -> auditing.Separation:
     """Measures how far one row, the canary, moves the first step, in units of its noise.
 
-    The canary is the row whose clipped gradient is longest among up to 512 rows. ``pairs`` is the
-    number of pairs of steps that measure the noise.
+    The canary is the row whose clipped gradient is longest among up to 512 rows, because it moves
+    the step most. ``pairs`` is the number of pairs of steps that measure the noise. In a run that
+    protects persons a row of ``rebuilt.dataset`` is a person.
     """
     dataset = rebuilt.dataset
     planned = rebuilt.planned
     mechanism = planned.mechanism
     places = spread(dataset.examples, _MOST)  # row numbers at equal distances
     rows = jax.tree.map(lambda leaf: jnp.asarray(leaf[places]), dataset.train)
-    if planned.per_step is not None:  # the loss takes the epoch, which is 0 in the first step
+    # A loss with `per_step` reads the epoch as the last part of a row; it is 0 in the first step.
+    if planned.per_step is not None:
         rows = (*rows, jnp.zeros(len(places), jnp.int32))
     clipped = dpjax.clipped_grad(planned.of_example, mechanism.clipping)(rebuilt.first_params, rows)
-    # A dropped row has factor 0 and a norm that is not finite, and moves nothing.
-    clipped_norms = np.nan_to_num(np.asarray(clipped.factors * clipped.norms))  # [rows, groups]
-    lengths = np.linalg.norm(clipped_norms, axis=1)  # of all groups together
+    # [rows, groups]: each group of parameters is clipped to a bound of its own. A row whose norm is
+    # not finite has factor 0, and moves nothing.
+    clipped_norms = np.nan_to_num(np.asarray(clipped.factors * clipped.norms))
+    lengths = np.linalg.norm(clipped_norms, axis=1)  # [rows], of whole gradients
 
     def build(sampler: Any) -> Any:
         """The algorithm of the run with a sampler that includes the canary, or leaves it out."""
         with_sampler = dataclasses.replace(mechanism, sampling=sampler)
-        # SGD with rate 1 shows the private mean as it is.
+        # The update of SGD with rate 1 is the negative private mean.
         return planned.algorithm(with_sampler, dataset.train, optimizer=optax.sgd(1.0))
 
     return auditing.audit_algorithm(

@@ -123,11 +123,11 @@ def model_card(folder: pathlib.Path) -> str:
 def registry_entry(folder: pathlib.Path) -> str:
     """An entry of the registry of deployments, filled in as far as a card has its fields."""
     card = read_json(folder / "privacy.json")
-    # Proven upper bounds on epsilon, each with the accountant that computed it.
+    # Proven upper bounds on epsilon, each with its accountant; the smallest counts.
     bounds = [
         (claim["value"], method.upper())
         for method, claim in card["epsilon"].items()
-        if claim["proven"] and claim["value"] != "inf"  # JSON has no infinity
+        if claim["proven"] and claim["value"] != "inf"  # a word, because JSON has no infinity
     ]
     if not bounds:
         raise ValueError("the card proves no epsilon. Expected the folder of a private run.")
@@ -136,23 +136,23 @@ def registry_entry(folder: pathlib.Path) -> str:
     sampling = mechanism["sampling"]
     unit = mechanism["unit"]  # whose data are protected, such as "person"
     multipliers = [multiplier for multiplier, _ in mechanism["multiplier_and_steps"]]
-    noise = f"{min(multipliers):.4g}"
+    multiplier_range = f"{min(multipliers):.4g}"
     if max(multipliers) > min(multipliers):
-        noise += f" to {max(multipliers):.4g}"
-    attacks = []
+        multiplier_range += f" to {max(multipliers):.4g}"
+    attack_rates = []
     for false_positives, true_positives in card["true_positive_rates"]:
-        attacks.append(f"{upwards(true_positives, '.3g')} at {false_positives}")
+        attack_rates.append(f"{upwards(true_positives, '.3g')} at {false_positives}")
     digest = ""
     if card.get("parameters") is not None:
         digest = f"SHA-256 of the released parameters: {card['parameters']}"
-    words = {
+    texts = {  # by the names of the fields in `_REGISTRY`
         "unit": f"one {unit}",
         "neighbours": f"{mechanism['neighbours']}, among {sampling['examples']:,} {unit}s",
         "attacks": f"By {method}. The true positives of a membership attack are at most, at these "
-        f"rates of false positives: {', '.join(attacks)}.",
+        f"rates of false positives: {', '.join(attack_rates)}.",
         "mechanisms": f"{card['steps']:,} steps of DP-SGD with {sampling['name']} batches of "
         f"{sampling['batch_size']:g}, per-{unit} clipping ({mechanism['clipping']['name']}) and "
-        f"Gaussian noise with multiplier {noise}, by "
+        f"Gaussian noise with multiplier {multiplier_range}, by "
         f"dpjax {card['versions']['dpjax']}: {card['claim']}.",
         "composition": f"All steps and earlier runs on these data together, by {method}.",
         "digest": digest,
@@ -161,5 +161,5 @@ def registry_entry(folder: pathlib.Path) -> str:
     return _REGISTRY.format(
         epsilon=upwards(epsilon, ".3g"),
         delta=upwards(card["delta"], ".3g"),
-        **{name: json.dumps(text) for name, text in words.items()},
+        **{name: json.dumps(text) for name, text in texts.items()},
     )

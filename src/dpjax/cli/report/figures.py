@@ -3,6 +3,10 @@
 
 A figure is a function ``(figure, run) -> sentence``, or raises `Missing`; its docstring is title
 and caption. Only `PLOTS` holds the badge, so no function that draws can decide it.
+
+A series of a run is ``[evaluations, width]``: each evaluation has one number, or one for each group
+of parameters with a clipping bound of its own. `band` draws the mean of each row as a line, and its
+range as a band.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MOST_CLASSES = 16  # with more classes, the numbers in cells and on axes are too small to read
-# Histograms, one for each group of parameters with a bound of its own: more are too small to read.
+# Histograms, one for each group of parameters: more are too small to read.
 _MOST_GROUPS = 12
 _COLUMNS = 3  # of histograms, which is all that fits into the column of the page
 _LONGEST = 26  # characters of a title above a histogram
@@ -96,8 +100,8 @@ def noise(figure: Figure, run: SavedRun) -> str:
     """
     if run.card is None:
         raise run.missing("privacy.json")
-    # Pairs of a multiplier and the number of consecutive steps that have it, up to the last step
-    # that the card counts: a run may stop before its plan ends.
+    # Pairs of a multiplier and the number of consecutive steps that have it. The plan is cut at the
+    # last step that the card counts, because a run may stop before its plan ends.
     levels = first_steps(run.mechanism["multiplier_and_steps"], run.card["steps"])
     if not levels:
         raise Missing("privacy.json says that no step counts")
@@ -105,7 +109,8 @@ def noise(figure: Figure, run: SavedRun) -> str:
     first, last = multipliers[[0, -1]]
     if np.all(multipliers == first):
         raise Missing(f"it is {first:.4g} at every step")
-    edges = np.concatenate([[0], np.cumsum(step_counts)])  # the steps at which it changes
+    # The steps at which the multiplier changes, with 0 and the last step.
+    edges = np.concatenate([[0], np.cumsum(step_counts)])
     axes = panel(figure, "step", "noise multiplier")
     # Stairs show that a multiplier holds from one change to the next.
     axes.stairs(multipliers, edges, baseline=None, color=_BLUE, linewidth=1.6)
@@ -122,19 +127,21 @@ def clipping(figure: Figure, run: SavedRun) -> str:
     If the fraction is near 1, nearly every gradient is clipped to the bound. The cosine says how
     far clipping turned the mean gradient of a sample: 1 is not at all.
     """
-    above = run.series("private", "clipped")
+    clipped_fraction = run.series("private", "clipped")
     axes = panel(figure, "step", "")
-    band(axes, run.steps, above, "blue", "fraction above the bound")
-    sentence = f"{_last_mean(100 * above, '{:.0f} %')} of the examples were above the bound"
+    band(axes, run.steps, clipped_fraction, "blue", "fraction above the bound")
+    percent = _last_mean(100 * clipped_fraction, "{:.0f} %")
+    sentence = f"{percent} of the examples were above the bound"
     lowest = 0.0  # of both curves; only a cosine may be negative
-    with contextlib.suppress(Missing):  # a loss of persons or of epochs has no cosine
+    # A run that protects persons, or whose loss takes the epoch, logs no cosine.
+    with contextlib.suppress(Missing):
         cosine = run.series("private", "cosine")
         band(axes, run.steps, cosine, "clay", "cosine of clipped and unclipped mean")
         sentence += f"; the cosine was {_last_mean(cosine, '{:.2f}')}"
         lowest = min(0, np.nanmin(cosine))
     axes.set_ylim(1.05 * lowest - 0.03, 1.03)  # a margin shows lines at 0 and 1
     legend(axes)
-    return f"{sentence}.{_words_on_groups(above)}"
+    return f"{sentence}.{_words_on_groups(clipped_fraction)}"
 
 
 def norms(figure: Figure, run: SavedRun) -> str:
@@ -149,7 +156,7 @@ def norms(figure: Figure, run: SavedRun) -> str:
     axes.set_ylim(bottom=0)
     try:
         band(axes, run.steps, run.series("bound"), "clay", **_DASHED)
-    except Missing:  # the log has only bounds that adapt
+    except Missing:  # the log holds bounds only if they adapt
         bound = _fixed_bound(run)
         if bound is not None:
             axes.axhline(bound, color=_CLAY, **_DASHED)
@@ -163,12 +170,12 @@ def gradients(figure: Figure, run: SavedRun) -> str:
     The gradient norms of single training examples in the trained model, on a logarithmic axis.
     Gradients to the right of the bound are clipped to it.
     """
-    # Norms of a single group are stored without the axis of groups.
+    # Norms are stored as [examples, groups], but without the last axis if there is a single group.
     stored = run.array("diagnostics", "norms")
     gradient_norms = stored.reshape(len(stored), -1).astype(float)  # [examples, groups]
     bounds = np.atleast_1d(run.array("diagnostics", "bounds")).astype(float)  # [groups]
     _histograms(figure, run, gradient_norms, bounds)
-    # The sentence is on the norms that the histograms show.
+    # The sentence is on the finite norms of all groups, as histograms show only finite ones.
     finite = np.isfinite(gradient_norms)
     above = np.sum(finite & (gradient_norms > bounds)) / max(1, finite.sum())
     median = np.median(gradient_norms[finite]) if finite.any() else np.nan
@@ -203,8 +210,8 @@ def classes(figure: Figure, run: SavedRun) -> str:
         axes.set_xticks(numbers)
     legend(axes)
     worst = int(np.nanargmin(accuracies))  # a class without test examples has NaN
-    examples = int((labels == worst).sum())
-    return f"Lowest: class {worst}, {accuracies[worst]:.1f} % of {examples:,} examples."
+    example_count = int((labels == worst).sum())
+    return f"Lowest: class {worst}, {accuracies[worst]:.1f} % of {example_count:,} examples."
 
 
 def confusion(figure: Figure, run: SavedRun) -> str:
@@ -216,13 +223,13 @@ def confusion(figure: Figure, run: SavedRun) -> str:
     counts = np.asarray(metrics.confusion(*_predictions(run)))  # [true class, predicted class]
     class_count = len(counts)
     # Fractions of the row; a class without test examples has a row of zeros.
-    share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    fractions = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     figure.set_size_inches(WIDTH, 4.6)  # nearly a square, as the matrix is
     axes = panel(figure, "predicted class", "true class")
-    edges = np.arange(class_count + 1) - 0.5
+    edges = np.arange(class_count + 1) - 0.5  # of cells, whose centers are the classes
     # A small fraction stays visible at an opacity of 0.1.
-    opacity = np.where(counts, 0.1 + 0.9 * share, 0)
-    _cells(axes, edges, edges, opacity.T)  # predicted classes are along x, the first axis
+    opacity = np.where(counts, 0.1 + 0.9 * fractions, 0)
+    _cells(axes, edges, edges, opacity.T)  # [predicted, true], because x is the first axis there
     # Class 0 is the top row.
     axes.set(xlim=(-0.5, class_count - 0.5), ylim=(class_count - 0.5, -0.5), aspect="equal")
     if class_count <= _MOST_CLASSES:
@@ -230,15 +237,15 @@ def confusion(figure: Figure, run: SavedRun) -> str:
         axes.set_yticks(range(class_count))
         for row, column in np.argwhere(counts):
             # A number on a dark cell is light.
-            ink = "paper" if share[row, column] > 0.5 else "ink"
+            ink = "paper" if fractions[row, column] > 0.5 else "ink"
             look = {"ha": "center", "va": "center", "color": PALETTE[ink], "fontsize": 7.5}
             axes.text(column, row, str(counts[row, column]), **look)
     mistakes = counts * (1 - np.eye(class_count, dtype=int))
     if not mistakes.any():
         return "There are no mistakes."
-    row, column = np.unravel_index(mistakes.argmax(), mistakes.shape)
-    how_often = f"{mistakes[row, column]} of {counts[row].sum():,} examples"
-    return f"Most often class {row} was taken for class {column}: {how_often}."
+    true, predicted = np.unravel_index(mistakes.argmax(), mistakes.shape)
+    how_often = f"{mistakes[true, predicted]} of {counts[true].sum():,} examples"
+    return f"Most often class {true} was taken for class {predicted}: {how_often}."
 
 
 def calibration(figure: Figure, run: SavedRun) -> str:
@@ -249,7 +256,8 @@ def calibration(figure: Figure, run: SavedRun) -> str:
     them.
     """
     logits, labels = _predictions(run)
-    # Bins of equal width in confidence; each of these is [bins].
+    # Predictions are sorted into bins of equal width by confidence, the largest probability. Each
+    # array is [bins]: the number of predictions, their mean confidence, and their accuracy.
     counts, confidences, accuracies = map(np.asarray, metrics.reliability(logits, labels))
     # An empty bin has no accuracy; a dot at 0 claims one.
     filled = counts > 0
@@ -261,7 +269,7 @@ def calibration(figure: Figure, run: SavedRun) -> str:
     upper.plot([0, 1], [0, 1], "--", color=PALETTE["muted"], linewidth=1, label="confidence")
     # A line from each dot to the dashed line is its error.
     upper.vlines(x, x, y, color=_BLUE)
-    # The root keeps small bins visible: the last one usually holds most predictions.
+    # The last bin usually holds most predictions, and the square root keeps the other dots visible.
     areas = 8 + 90 * np.sqrt(counts[filled] / counts.sum())
     look = {"color": _BLUE, "label": "accuracy", "linewidths": 0, "zorder": 3}
     upper.scatter(x, y, areas, **look)
@@ -358,23 +366,25 @@ def _with_guess(figure: Figure, run: SavedRun, y: np.ndarray, name: str, guess: 
         axes.axhline(guess, color=_CLAY, linewidth=1.2, linestyle="--")
 
 
-def _cells(axes: Axes, x: np.ndarray, y: np.ndarray, shade: np.ndarray) -> None:
-    """Rectangles between the edges ``x`` and ``y``; ``shade``, ``[columns, rows]``, is opacity.
+def _cells(axes: Axes, x_edges: np.ndarray, y_edges: np.ndarray, opacity: np.ndarray) -> None:
+    """Draws the cells of a grid with these edges along x and along y, each with its opacity.
 
-    They have one color, because the page replaces colors by variables for its light and dark theme.
+    The opacities are ``[cells along x, cells along y]``; cells with 0 are left out. All cells have
+    one color, because the page replaces colors by variables for its light and dark theme.
     """
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
-    # Antialiased edges are seen as lines between neighbours.
+    # Without antialiasing there are no thin lines between neighbouring cells.
     look: dict[str, Any] = {"facecolor": _BLUE, "linewidth": 0, "antialiased": False}
-    widths = np.diff(x)
-    heights = np.diff(y)
+    widths = np.diff(x_edges)
+    heights = np.diff(y_edges)
     cells = []
-    for i, j in np.argwhere(shade):
-        corner = (float(x[i]), float(y[j]))
+    for i, j in np.argwhere(opacity):
+        corner = (float(x_edges[i]), float(y_edges[j]))
         size = (float(widths[i]), float(heights[j]))
-        cells.append(Rectangle(corner, *size, alpha=float(shade[i, j]), **look))
+        cells.append(Rectangle(corner, *size, alpha=float(opacity[i, j]), **look))
+    # Otherwise the collection gives all cells the look of its defaults.
     axes.add_collection(PatchCollection(cells, match_original=True))
     axes.grid(visible=False)
 
@@ -391,14 +401,17 @@ def _fixed_bound(run: SavedRun) -> float | None:
 
 
 def _histograms(figure: Figure, run: SavedRun, norms: np.ndarray, bounds: np.ndarray) -> None:
-    """A histogram for each of the first groups of norms, ``[examples, groups]``, in a grid."""
-    shown = min(norms.shape[1], _MOST_GROUPS)
+    """A histogram for each of the first groups of norms, in a grid.
+
+    ``norms`` is ``[examples, groups]``, and ``bounds`` ``[groups]``.
+    """
+    shown = min(norms.shape[1], _MOST_GROUPS)  # groups
     columns = min(shown, _COLUMNS)
     rows = math.ceil(shown / columns)
-    # A single row is as high as other figures.
+    # The height is in inches; a single row is about as high as the other figures.
     figure.set_size_inches(WIDTH, 1.6 * rows if rows > 1 else 2.9)
     grid = figure.subplots(rows, columns, squeeze=False).ravel()
-    for axes in grid[shown:]:
+    for axes in grid[shown:]:  # places without a histogram
         axes.set_axis_off()
     names = run.mechanism.get("clipping", {}).get("groups", [])
     for group, axes in enumerate(grid[:shown]):
@@ -407,7 +420,8 @@ def _histograms(figure: Figure, run: SavedRun, norms: np.ndarray, bounds: np.nda
             axes.set_title(_group_name(names, group), parse_math=False)
     figure.supxlabel("gradient norm of an example", **_LABEL)
     figure.supylabel("examples", **_LABEL)
-    if shown == 1:  # several histograms have titles, where a legend is drawn
+    # A legend is drawn above the axes, where several histograms have their titles.
+    if shown == 1:
         legend(grid[0])
 
 
@@ -423,20 +437,26 @@ def _group_name(names: Sequence[Any], group: int) -> str:
 
 
 def _histogram(axes: Axes, norms: np.ndarray, bound: float) -> None:
-    """Counts on a logarithmic axis, because a few gradients are often a hundred times longer."""
+    """A histogram of the norms of one group, ``[examples]``, and a line at the bound.
+
+    The axis of norms is logarithmic, because a few gradients are often a hundred times longer.
+    """
     norms = norms[np.isfinite(norms)]
-    longest = float(norms.max(initial=0)) or 1.0  # a logarithmic axis needs a positive number
-    shortest = float(norms.min(initial=longest, where=norms > 0))
-    # The axis has at most four decades, with a margin on both sides. The first bin also holds all
-    # shorter norms.
+    # A logarithmic axis needs a positive end, also if all norms are 0 or not finite.
+    longest = float(norms.max(initial=0)) or 1.0
+    shortest = float(norms.min(initial=longest, where=norms > 0))  # of the positive norms
+    # The axis has at most four decades below the longest norm, and a margin of a tenth. The first
+    # bin also holds all norms below the axis.
     low = max(shortest / 1.1, longest * 1e-4)
     edges = np.geomspace(low, 1.1 * longest, 41)  # of 40 bins
     counts, _ = np.histogram(np.maximum(norms, low), edges)
     axes.stairs(counts, edges, fill=True, color=_BLUE, alpha=0.55)
     axes.set_xscale("log")
-    if longest > 10 * low:  # powers of ten have labels; labels between them overlap
+    # With more than a decade the labels at powers of ten are enough; those between them overlap.
+    if longest > 10 * low:
         axes.xaxis.set_minor_formatter("")
-    if low * 1e-4 < bound < longest * 1e4:  # a bound far away squeezes the histogram
+    # A bound that is far away squeezes the histogram, and is not drawn.
+    if low * 1e-4 < bound < longest * 1e4:
         axes.axvline(bound, color=_CLAY, linestyle="--", label=f"bound {bound:.3g}")
 
 
