@@ -182,7 +182,7 @@ class _Placement:
             with_padding = np.minimum(np.arange(len(self.places)), rows_read - 1)
             rows = jax.tree.map(lambda x: x[with_padding], rows)
         sharding = self.sharding
-        # If there is a single process, the program that takes these arrays moves them to its devices.
+        # A single process has no sharding; the program that takes these arrays moves them.
         if sharding is None:
             return rows, mask
         # The row of this process that stands at each place; 0 at the places of other processes,

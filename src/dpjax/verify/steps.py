@@ -134,7 +134,7 @@ def epochs(multipliers: np.ndarray, bins: int) -> Counter[Step]:
             finite = [finite[place - place % share] for place in range(len(finite))]
         if finite:
             counts = tuple(sorted(Counter(finite).items()))
-            # An epoch whose sampling is not counted costs no more than one step with its least noise.
+            # An epoch costs no more than one step with its least noise and without sampling.
             steps[Step(finite[0], bins=bins, epoch=counts)] += 1
     return steps
 
