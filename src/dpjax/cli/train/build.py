@@ -28,6 +28,7 @@ from dpjax.models.activations import by_name as activation_by_name
 from dpjax.training.run_folder import spending
 from dpjax.types import Sampler
 
+# Each makes the loss of a target that is a label, from `--loss_options`.
 LOSSES: dict[str, Callable[..., losses.ExampleLoss]] = {
     "cross_entropy": lambda: losses.cross_entropy,
     "focal": losses.focal,
@@ -36,7 +37,7 @@ LOSSES: dict[str, Callable[..., losses.ExampleLoss]] = {
     "absolute": lambda: losses.one_hot(losses.absolute),
     "huber": lambda **options: losses.one_hot(losses.huber(**options)),
 }
-# The losses of a target that is a number.
+# The same for a target that is a number.
 REGRESSIONS: dict[str, Callable[..., losses.ExampleLoss]] = {
     "squared_error": lambda: losses.squared_error,
     "absolute": lambda: losses.absolute,
@@ -57,7 +58,7 @@ OPTIMIZERS: dict[str, Callable[[flags.FlagValues, Any, Any], optax.GradientTrans
 
 
 def read_options(pairs: list[str]) -> dict[str, Any]:
-    """Parses ``name=value`` pairs; a value is JSON if it parses, else text."""
+    """Parses ``name=value`` pairs; a value is JSON, True, False, None, or else text."""
     options: dict[str, Any] = {}
     if not pairs:  # `re.split` returns one empty pair then
         return options
@@ -70,7 +71,7 @@ def read_options(pairs: list[str]) -> dict[str, Any]:
         try:
             options[name] = json.loads(value)
         except json.JSONDecodeError:
-            # Python's spelling too, because the text "False" is true.
+            # Python's spelling too. Otherwise "False" is a text, which counts as true.
             options[name] = {"True": True, "False": False, "None": None}.get(value, value)
     return options
 

@@ -45,6 +45,8 @@ def apply(given: flags.FlagValues, examples: int) -> None:
         steps = size.steps
         values["epochs"] = steps * batch / examples  # `build_mechanism` computes steps from it
     if not any(given[name].present for name in _BOUNDS):
+        # With automatic clipping the bound is a factor on gradients and noise alike, as a learning
+        # rate is. So it needs no choice.
         values.update(clipping="automatic", bound=1.0)
     if not any(given[name].present for name in _RATES):
         values["optimizer"] = "paced"
@@ -52,4 +54,5 @@ def apply(given: flags.FlagValues, examples: int) -> None:
         steps = steps or round(given.epochs * examples / batch)
         values["average"] = planning.decay_for(steps)
     for name, value in values.items():
+        # `present` stays 0, as for a flag that was not typed: `is_whole` reads it after this call.
         given[name].value = value
