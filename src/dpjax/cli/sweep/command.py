@@ -188,8 +188,8 @@ def announce(given: flags.FlagValues, runs: Runs) -> None:
     number = number_of_runs(given)
     if number is None:
         method = accounting.tightest(event, relation)
-        every_run = accounting.compose(*[event] * len(runs))
-        total = accounting.epsilon(every_run, first_flags.delta, method, relation)
+        event_of_all = accounting.compose(*[event] * len(runs))
+        total = accounting.epsilon(event_of_all, first_flags.delta, method, relation)
         covered = f"all {len(runs)} runs"
     else:
         distribution, mean = number

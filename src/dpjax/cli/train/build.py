@@ -165,7 +165,7 @@ def build_mechanism(
     rule = getattr(dpjax.clipping, given.clipping)
     if given.clipping == "grouped":
         rule = partial(rule, groups=given.groups)
-    batches = build_sampler(given, examples, owners)
+    sampler = build_sampler(given, examples, owners)
     unit = ""  # stands for the unit of the sampler
     if owners is not None:
         # The unit is a noun in statements: "one patient" where the column is "Patient ID".
@@ -174,7 +174,7 @@ def build_mechanism(
     steps = given.steps
     if steps is None:
         # The batches of random_allocation may be larger than the flag, so the sampler has the size.
-        steps = round(given.epochs * examples / batches.batch_size)
+        steps = round(given.epochs * examples / sampler.batch_size)
     if not steps:
         raise ValueError(f"--epochs={given.epochs:g} --steps={given.steps}: expected a step.")
     before = ()
@@ -183,14 +183,14 @@ def build_mechanism(
         arguments = processes.from_first(lambda: spending(given.continue_from))
         before = Spent.of_run(**arguments)  # what that run and the runs before it have spent
     mechanism = dpjax.Mechanism(
-        sampling=batches,
+        sampling=sampler,
         clipping=rule(given.bound),
         # Its shape over the steps; `with_noise` scales it.
         noise_multiplier=build_noise_schedule(given, steps, steps_per_epoch(given, examples)),
         steps=steps,
         preparation=queries,
         before=before,
-        noise=build_strategy(given, batches, steps),
+        noise=build_strategy(given, sampler, steps),
         unit=unit,
     )
     return with_noise(given, mechanism)
@@ -239,7 +239,7 @@ def build_noise_schedule(given: flags.FlagValues, steps: int, per_epoch: int) ->
 
 
 def build_strategy(
-    given: flags.FlagValues, batches: Sampler, steps: int
+    given: flags.FlagValues, sampler: Sampler, steps: int
 ) -> strategies.Strategy | None:
     """How the noise of different steps is correlated; optimised for SGD with this momentum."""
     if given.noise == "white":
@@ -247,7 +247,7 @@ def build_strategy(
     bands = min(given.bands, steps)
     momentum = given.momentum if given.optimizer == "sgd" else 0.0
     # In which steps an example takes part, if the sampler bounds it.
-    taken = None if batches.participation is None else batches.participation(steps)
+    taken = None if sampler.participation is None else sampler.participation(steps)
     build = {
         "banded": lambda: strategies.banded(steps, bands, taken, momentum=momentum),
         "square_root": lambda: strategies.square_root(steps, bands),

@@ -348,7 +348,8 @@ def report(given: flags.FlagValues, dataset: data.Dataset) -> None:
     print((folder / "statement.txt").read_text().partition("\n\nReferences\n")[0])
     run = read(folder)
     config = read_json(folder / "config.json")
-    # The first measure has a sentence of its own. A run without test rows has no measure.
+    # The first measure has a sentence of its own, and one that compares it with guessing the most
+    # frequent class, or the mean. A run without test rows has no measure.
     for name, value in list(measured(run).items())[:1]:
         reached = f"{MEASURES[name]} {shown(name, value)} on {dataset.name} {dataset.note}"
         print(f"\n{_sentence(reached)} {first_and_guess(run)}")

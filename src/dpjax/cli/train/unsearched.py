@@ -52,7 +52,7 @@ def apply(given: flags.FlagValues, examples: int) -> None:
         values["optimizer"] = "paced"
     if not given["average"].present:
         steps = steps or round(given.epochs * examples / batch)
-        values["average"] = planning.decay_for(steps)
+        values["average"] = planning.decay_for(steps)  # of the averaged parameters
     for name, value in values.items():
         # `present` stays 0, as for a flag that was not typed: `is_whole` reads it after this call.
         given[name].value = value
