@@ -362,7 +362,7 @@ def test_an_algorithm_is_audited_by_its_name(tmp_path):
     assert "may be published" in outcome.stdout
 
 
-@kills("cli/train/build.py", "examples / batches.batch_size", "examples / given.batch_size")
+@kills("cli/train/build.py", "examples / sampler.batch_size", "examples / given.batch_size")
 def test_epochs_of_random_allocation_are_whole():
     given = copy.deepcopy(FLAGS_OF_TRAIN)
     given(["train", "--sampling=random_allocation", "--noise_multiplier=1", "--epochs=3"])

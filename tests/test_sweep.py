@@ -283,7 +283,7 @@ def spent(z=2.0, steps=50, **changes):
     return Spent(mechanism.facts, steps)
 
 
-@kills("cli/sweep/search_cost.py", "by_one = max(", "by_one = min(")
+@kills("cli/sweep/search_cost.py", "method_of_one = max(", "method_of_one = min(")
 @kills(
     "cli/sweep/search_cost.py", "compose(*(run.event for run in runs)))", "compose(runs[0].event))"
 )

@@ -18,7 +18,7 @@ from dpjax.cli.flag_checks import require
 from dpjax.cli.report.figures import PLOTS, RELEASED, Plot, note_of
 from dpjax.cli.report.load_run import Missing, SavedRun, read, speed_of
 from dpjax.cli.report.measures import MEASURES, first_and_guess, measured, shown
-from dpjax.cli.report.page import page, section, set_text, table
+from dpjax.cli.report.page import page, section, table, typeset
 from dpjax.cli.report.style import WIDTH, canvas, png, style, svg
 from dpjax.reports.statement import SUPPLIED, Statement
 
@@ -59,7 +59,7 @@ def report(directory: str | pathlib.Path) -> pathlib.Path:
       The path of the page: one file that loads no other file.
 
     Privacy:
-      Figures that were computed before the noise say so, in their badge and in their PNG.
+      Figures of private data without noise are marked as such in their badge and in their PNG.
 
     Example:
       >>> import json, tempfile
@@ -76,20 +76,19 @@ def report(directory: str | pathlib.Path) -> pathlib.Path:
     for plot in PLOTS:
         try:
             sections.append(_write_figure(plot, run, number=len(sections) + 1))
-        # A file may hold anything, and a figure that fails must not cost the page. `Missing`, a
-        # LookupError, means that this run has no such data.
+        # A file may hold anything, and a figure that fails must not prevent the page. `Missing`,
+        # a LookupError, means that this run has no such data.
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             why = f"its data cannot be drawn: {error}"
             if isinstance(error, Missing):
                 why = str(error)
             left_out.append(f"{plot.title.lower()} ({why})")
-            # An earlier page may have drawn the figure from other data.
+            # The PNG of an earlier page may show other data.
             _file_of(plot, run).unlink(missing_ok=True)
     if left_out:
         words = escape("; ".join(left_out))
         sections.append(f'<p class="aside" id="left-out">Left out: {words}.</p>')
     body = [*_header(run), *_promise(run), *sections, *_made_with(run.config or {})]
-    # The page is written last: its images exist before it names them.
     path = run.path / "report.html"
     replace(path, page(_name(run), body))
     return path
@@ -111,9 +110,10 @@ def _write_figure(plot: Plot, run: SavedRun, number: int) -> str:
     with style():
         figure = canvas(WIDTH, height=2.9)
         sentence = plot.draw(figure, run)
-        # The SVG comes first, because `png` draws into the figure: a note, unless it is released.
+        # The SVG is made first, because `png` adds a note to the figure unless it may be published.
         svg_image = svg(figure, plot.name, label=f"{plot.title}. {sentence}")
         png_image = png(figure, note_of(badge))
+    # Only the owner can read a file that is not public.
     replace(_file_of(plot, run), png_image, public=is_public)
     text = (
         f"<h3>{number}. {escape(plot.title)}</h3>"
@@ -132,7 +132,7 @@ class _Tile(NamedTuple):
 
 
 def _header(run: SavedRun) -> Iterator[str]:
-    """Title, verdict, notices, and the numbers of the run."""
+    """The head of the page, as HTML: title, verdict, notices, and the numbers of the run."""
     yield f'<header>\n<p class="kicker">A run of dpjax, in {escape(run.path.resolve().name)}</p>'
     yield f"<h1>{escape(_name(run))}</h1>"
     yield f'<p class="verdict">{_verdict(run)}</p>'
@@ -149,16 +149,18 @@ def _header(run: SavedRun) -> Iterator[str]:
 
 
 def _tiles(run: SavedRun) -> Iterator[_Tile]:
-    """Privacy, the measures of test examples, steps, speed and time."""
-    # Each method proves a bound, the smallest first: that is `run.epsilon`, the claim.
+    """The tiles for privacy, the measures of test examples, steps, speed and time."""
+    # Each accounting method proves an epsilon. They are sorted, and the smallest, `run.epsilon`, is
+    # what the run claims.
     (best_method, _), *others = run.epsilons.items()
     methods = [f"by {best_method}", *(f"{three_digits(value)} by {name}" for name, value in others)]
     yield _Tile("epsilon", three_digits(run.epsilon), "; ".join(methods))
     yield _Tile("delta", _delta(run))
-    comparison = first_and_guess(run)  # of the first measure with that of a guess
+    # A sentence that compares the first measure with that of a model that always gives one answer.
+    comparison = first_and_guess(run)
     for name, value in measured(run).items():
         yield _Tile(MEASURES[name], shown(name, value), comparison)
-        comparison = ""
+        comparison = ""  # the tiles of the other measures have none
     yield _Tile("steps", f"{run.rows[-1]['step']:,}")
     yield _Tile(f"{run.unit}s per second", speed_of(run), "median, in steps alone")
     config = run.config or {}
@@ -188,7 +190,7 @@ def _verdict(run: SavedRun) -> str:
 
 
 def _promise(run: SavedRun) -> Iterator[str]:
-    """The sections of the two statements, and the heading of the figures that follow."""
+    """HTML of the two statements, and the heading of the figures that follow."""
     yield "<h2>What is promised</h2>"
     note = (
         "<h3>Privacy statement</h3><p>Who is protected, how, how much, and what is not covered. "
@@ -203,14 +205,14 @@ def _promise(run: SavedRun) -> Iterator[str]:
         # The first line is the title, which the note has.
         _, _, text = run.board.partition("\n")
         note = "<h3>Statement for a board</h3><p>The promise in plain words: board.txt.</p>"
-        yield section(note, "\n".join(set_text(text)))
+        yield section(note, "\n".join(typeset(text)))
     yield f'<h2>What happened</h2>\n<p class="aside">{_SEEN_BY}</p>'
     if run.evaluation is not None or run.diagnostics is not None:
         yield f'<p class="aside">{_PARAMETERS}</p>'
 
 
 def _made_with(config: dict[str, Any]) -> Iterator[str]:
-    """A section for the plain facts of `config.json`, and one for each group of facts in it."""
+    """HTML of `config.json`: a section for its plain facts, and one for each group of facts."""
     if not config:  # only `dpjax train` writes the file
         return
     yield "<h2>What it was made with</h2>"

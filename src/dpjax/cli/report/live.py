@@ -28,7 +28,7 @@ def live_plot(*names: str) -> Callable[[Sequence[Mapping[str, Any]]], None]:
 
     Args:
       names: The numbers of the log to draw against epsilon; by default all that ``evaluate``
-        returns. ``"private/loss"`` is the loss of the drawn examples.
+        returns. ``"private/loss"`` is the loss of the training examples.
 
     Returns:
       A function that `fit` calls with all rows of the log so far, and that replaces the figure. It
@@ -40,23 +40,25 @@ def live_plot(*names: str) -> Callable[[Sequence[Mapping[str, Any]]], None]:
       remove these before you publish it. Also remove the figures of a run with a supplied key; they
       have no note, because the log does not record the key's origin.
     """
-    # IPython and Matplotlib are optional: without one of them this raises, before any step runs.
+    # IPython and Matplotlib are optional. If one is not installed, its import raises here, before
+    # any step runs.
     display = importlib.import_module("IPython.display")
-    with style():
+    with style():  # imports Matplotlib
         pass
     handle = None  # of the figure in the notebook, once it is displayed
 
     def plot(rows: Sequence[Mapping[str, Any]]) -> None:
         nonlocal handle
         try:
-            drawn_names = names or _evaluated(rows)
+            drawn_names = names or _names_of_evaluate(rows)
             png_image = _figure([dict(row) for row in rows], drawn_names)
             image = display.Image(png_image, width=_PIXELS)
             if handle is None:
                 handle = display.display(image, display_id=True)
             else:
                 handle.update(image)
-        # An error ends `fit`, and the trained state is lost if the run has no directory.
+        # An error raised here ends `fit`. The trained state is lost then, if `fit` has no directory
+        # to save it in.
         except Exception as error:
             logging.error("reports.live_plot: the figure was not drawn: %s", error)
 
@@ -69,12 +71,12 @@ def _figure(rows: list[dict[str, Any]], names: Sequence[str]) -> bytes:
         raise Missing("the log has no number, as evaluate=... returns and 'private/loss' is")
     # Rows are all that the figure needs; no file is read, and the path stays empty.
     run = SavedRun(pathlib.Path(), rows)
-    badge = of_what_was_released(run)  # whether it may be published, if no number is private
+    badge = of_what_was_released(run)  # "released", unless epsilon is infinite
     if any(name.startswith(_PREFIX_OF_PRIVATE) for name in names):
         badge = PRIVATE
     with style():
         figure = canvas(WIDTH, height=0.5 + 1.9 * len(names))  # a margin, and the axes
-        # One subplot is an axes rather than an array; `ravel` makes an array of both.
+        # `subplots(1)` returns an `Axes` and not an array; `ravel` makes it an array too.
         all_axes = np.ravel(figure.subplots(len(names)))
         for axes, name in zip(all_axes, names, strict=True):
             _draw(axes, run, name)
@@ -91,15 +93,15 @@ def _draw(axes: Axes, run: SavedRun, name: str) -> None:
         keys = name.split("/", 1)
         color = "clay"  # sets private numbers apart
     try:
-        y = run.series(*keys)  # [rows, groups]
+        y = run.series(*keys)  # [rows, 1], or [rows, groups] for a number per group
     except Missing:
         y = np.full((len(run.rows), 1), np.nan)
         axes.set_title("no finite number so far")
     against_epsilon(axes, run, y, name, color)
 
 
-def _evaluated(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names of what ``evaluate`` returned in any row, in their order."""
+def _names_of_evaluate(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of the numbers that ``evaluate`` returned in any row, in their order."""
     # A number that is not finite is None in the log.
     names = dict.fromkeys(
         name

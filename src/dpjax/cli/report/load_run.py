@@ -107,6 +107,7 @@ class SavedRun(NamedTuple):
                     values[name] = float(claim["value"])
         elif not last.get("estimate"):  # an estimate is not a bound
             name = str(last.get("method", "the log"))
+            # JSON has no infinity: an infinite epsilon is null in the log.
             values[name] = number(last.get("epsilon"), otherwise=math.inf)
 
         def rank(name: str) -> tuple[float, bool]:
@@ -150,7 +151,8 @@ def speed_of(run: SavedRun) -> str:
 def stated_at(run: SavedRun) -> str:
     """The delta and the accountant of the log's epsilon, to append to "epsilon" in a label.
 
-    For example " at delta 1e-05, by rdp"; empty if the log has neither.
+    For example " at delta 1e-05, by rdp", and " (an estimate)" after it if the epsilon is no bound;
+    empty if the log has none of them.
     """
     last = run.rows[-1]
     delta = number(last.get("delta"))
@@ -173,6 +175,7 @@ def read(directory: str | pathlib.Path, *, arrays: bool = True) -> SavedRun:
     identity = _if_there(path / "run.json", read_json)
     card = _if_there(path / "privacy.json", read_json)
     if card is not None:
+        # Raises if another version of dpjax wrote the card in a format that this one cannot read.
         check_format(card.get("mechanism"), str(path / "privacy.json"))
         # A killed run may leave the card of the run before it, and the files that were written with
         # that card. None of them is read, because that epsilon must not be on this run's page.

@@ -48,7 +48,7 @@ def table(rows: Mapping[str, Any], kind: str = "facts") -> str:
     return f'<table class="{kind}"><tbody>{"".join(lines)}</tbody></table>'
 
 
-def set_text(text: str) -> Iterator[str]:
+def typeset(text: str) -> Iterator[str]:
     """Typesets a plain text as HTML, one element for each block between empty lines.
 
     A block that is not indented is a heading. An indented one is a list if it begins with ``-``, a
@@ -69,7 +69,7 @@ def set_text(text: str) -> Iterator[str]:
 
 
 def _row(cells: Sequence[str]) -> str:
-    """A row of a table whose cells are numbers, or the names of its columns."""
+    """A row of a table whose cells are percentages, or the names of its columns."""
     tag = "td" if any("%" in cell for cell in cells) else "th"
     return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
 

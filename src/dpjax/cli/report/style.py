@@ -128,7 +128,7 @@ def legend(axes: Axes) -> None:
 def svg(figure: Figure, name: str, label: str) -> str:
     """A figure as an SVG element; ``label`` is for screen readers, and ids begin with ``name``."""
     file = io.StringIO()
-    # Dates and versions are left out (None): an equal run gives an equal file.
+    # None leaves an entry out: without it Matplotlib writes its version and the date into the SVG.
     metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(file, format="svg", transparent=True, metadata=metadata)
     text = file.getvalue()

@@ -57,7 +57,7 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     out = pathlib.Path(given.out)
     try:
         tried = candidates_of(given)
-        with held(out):
+        with held(out):  # a lock: no second search runs in this folder
             if number_of_runs(given) is not None:
                 out.chmod(0o700)  # the subfolders tell how many ran, which is secret
             runs = {out / trial.name: trial for trial in plan(given, out, tried)}
@@ -85,9 +85,10 @@ def candidates_of(given: flags.FlagValues) -> Candidates:
     else:
         tried = search_space.candidates(given.grid, "grid")
     fixed = pairs(given.fixed, "fixed")
-    # If the number of runs is drawn, the best one pays for the most expensive run that could be
-    # drawn, whether it was drawn or not. So such a search tries only flags that change no cost. A
-    # fixed --noise may be correlated, for which more flags change the cost.
+    # If the number of runs is drawn, the cost of the best run is computed from the most expensive
+    # run that could be drawn, whether it was drawn or not. Such a search therefore tries only flags
+    # that do not change the cost of a run. With correlated noise, which --fixed can choose, the
+    # optimizer and its momentum change it too.
     free = _FREE if "noise" in fixed else [*_FREE, *_FREE_OF_STRATEGY]
     costly = tried.keys() - {*free}
     if given.random_runs and costly:
@@ -113,15 +114,15 @@ def plan(given: flags.FlagValues, folder: pathlib.Path, tried: Candidates) -> li
     """
     path = folder / "sweep.json"
     values = given.flag_values_dict()
-    search = {name: value for name, value in values.items() if name not in _CHANGEABLE}
+    search_flags = {name: value for name, value in values.items() if name not in _CHANGEABLE}
     if not path.exists():
         drawn = draw(given, tried)
         for trial in drawn:
             command(given, trial, folder)  # raises for wrong flags, before they are written
-        content = {"search": search, "trials": [trial._asdict() for trial in drawn]}
+        content = {"search": search_flags, "trials": [trial._asdict() for trial in drawn]}
         replace(path, json.dumps(content, indent=2) + "\n")
     planned = read_json(path)
-    if planned["search"] != search:
+    if planned["search"] != search_flags:
         raise app.UsageError(f"--out={folder}: another search is there. Give another --out.")
     return [Trial(**trial) for trial in planned["trials"]]
 
@@ -132,15 +133,16 @@ def draw(given: flags.FlagValues, tried: Candidates) -> list[Trial]:
     number = number_of_runs(given)
     if number is not None:
         distribution, mean = number
-        # The number of runs has a secret key of its own, because the key reveals the number.
+        # The key is secret, because the number of runs follows from it. With --seed neither is.
         key = noise.secret_key() if given.seed is None else jax.random.key(given.seed)
         count = accounting.draw_runs(key, mean, distribution)
         settings = search_space.drawn(tried, count, generator)
         runs = search_space.trials(settings, given.seed)
-        # `repeat` counts runs of equal settings. It is in the name of a run's folder, and so in the
-        # public config.json: random bits there do not reveal how many ran.
+        # `repeat` numbers the runs of equal settings from 0, and is in the name of a run's folder,
+        # which the public config.json of the run contains. Random bits replace it, because a large
+        # number shows that many ran.
         return [trial._replace(repeat=secrets.randbits(64)) for trial in runs]
-    chosen = search_space.every(tried)
+    chosen = search_space.every(tried)  # all combinations, for `--grid`
     if given.random:
         chosen = search_space.drawn(tried, given.random, generator)
     # Each setting runs `--seeds` times.
@@ -186,8 +188,8 @@ def announce(given: flags.FlagValues, runs: Runs) -> None:
     number = number_of_runs(given)
     if number is None:
         method = accounting.tightest(event, relation)
-        every_run = accounting.compose(*[event] * len(runs))
-        total = accounting.epsilon(every_run, first_flags.delta, method, relation)
+        event_of_all = accounting.compose(*[event] * len(runs))
+        total = accounting.epsilon(event_of_all, first_flags.delta, method, relation)
         covered = f"all {len(runs)} runs"
     else:
         distribution, mean = number
@@ -233,11 +235,12 @@ def conclude(given: flags.FlagValues, out: pathlib.Path, runs: Runs) -> None:
     if not done:
         print("No run has finished.")
         return
-    # The price of the best of a drawn number of runs holds only while that number is secret.
-    # Results, prices and figure reveal it, and then only their owner may read them.
+    # A drawn number of runs must stay secret, because the price of the best run holds only then.
+    # Results, costs and figure reveal the number, so only their owner may read them.
     public = number_of_runs(given) is None
-    # That price also holds only if each run has a score of its own, not a mean with other runs.
+    # The price also requires that each run is ranked by a score of its own, not by a mean of runs.
     rows = results(done, single=not public)
+    # `strict` replaces infinity and NaN by words, because JSON has neither.
     lines = "".join(json.dumps(strict(row)) + "\n" for row in rows)
     replace(out / "results.jsonl", lines, public=public)
     facts, in_words = costs(given, runs)
@@ -309,5 +312,5 @@ def costs(given: flags.FlagValues, runs: Runs) -> tuple[dict[str, Any], str]:
     lines.append("Choosing by public test data costs no more. Private test data are not protected.")
     if given.seed is not None:
         lines.append("The keys follow from --seed: this holds against those who do not know it.")
-    written = {"delta": delta, "seed": given.seed, "prices": [price._asdict() for price in prices]}
-    return written, "\n".join(lines)
+    content = {"delta": delta, "seed": given.seed, "prices": [price._asdict() for price in prices]}
+    return content, "\n".join(lines)

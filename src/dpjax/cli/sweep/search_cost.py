@@ -79,17 +79,18 @@ def prices(
     # tell events apart, because events have no hash.
     different_events = list({repr(run.event): run.event for run in runs}.values())
     # The search may keep any run, so "one run" is the most expensive one.
-    one, by_one = max(cost(event) for event in different_events)
-    every_run, by_every = cost(accounting.compose(*(run.event for run in runs)))
+    epsilon_of_one, method_of_one = max(cost(event) for event in different_events)
+    epsilon_of_all, method_of_all = cost(accounting.compose(*(run.event for run in runs)))
     holds = "right only if its settings were fixed without these data"
-    lines = [Price("one run alone", one, holds, by_one)]
+    result = [Price("one run alone", epsilon_of_one, holds, method_of_one)]
     holds = "whichever is kept, and if all of them are published"
-    lines.append(Price("all runs together", every_run, holds, by_every))
+    result.append(Price("all runs together", epsilon_of_all, holds, method_of_all))
     if number is not None:
         name, mean = number
         best = accounting.select_best(
             different_events, delta, runs=mean, distribution=name, neighbours=relation
         ).epsilon_best
         holds = "if that run alone is published, and how many ran stays secret"
-        lines.append(Price(f"the best of a {name} number, {mean:g} on average", best, holds, "rdp"))
-    return lines
+        covered = f"the best of a {name} number, {mean:g} on average"
+        result.append(Price(covered, best, holds, "rdp"))
+    return result

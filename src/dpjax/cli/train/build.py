@@ -28,6 +28,7 @@ from dpjax.models.activations import by_name as activation_by_name
 from dpjax.training.run_folder import spending
 from dpjax.types import Sampler
 
+# Each makes the loss of a target that is a label, from `--loss_options`.
 LOSSES: dict[str, Callable[..., losses.ExampleLoss]] = {
     "cross_entropy": lambda: losses.cross_entropy,
     "focal": losses.focal,
@@ -36,7 +37,7 @@ LOSSES: dict[str, Callable[..., losses.ExampleLoss]] = {
     "absolute": lambda: losses.one_hot(losses.absolute),
     "huber": lambda **options: losses.one_hot(losses.huber(**options)),
 }
-# The losses of a target that is a number.
+# The same for a target that is a number.
 REGRESSIONS: dict[str, Callable[..., losses.ExampleLoss]] = {
     "squared_error": lambda: losses.squared_error,
     "absolute": lambda: losses.absolute,
@@ -64,7 +65,7 @@ def drift_of(given: flags.FlagValues) -> float:
 
 
 def read_options(pairs: list[str]) -> dict[str, Any]:
-    """Parses ``name=value`` pairs; a value is JSON if it parses, else text."""
+    """Parses ``name=value`` pairs; a value is JSON, True, False, None, or else text."""
     options: dict[str, Any] = {}
     if not pairs:  # `re.split` returns one empty pair then
         return options
@@ -77,7 +78,7 @@ def read_options(pairs: list[str]) -> dict[str, Any]:
         try:
             options[name] = json.loads(value)
         except json.JSONDecodeError:
-            # Python's spelling too, because the text "False" is true.
+            # Python's spelling too. Otherwise "False" is a text, which counts as true.
             options[name] = {"True": True, "False": False, "None": None}.get(value, value)
     return options
 
@@ -171,7 +172,7 @@ def build_mechanism(
     rule = getattr(dpjax.clipping, given.clipping)
     if given.clipping == "grouped":
         rule = partial(rule, groups=given.groups)
-    batches = build_sampler(given, examples, owners)
+    sampler = build_sampler(given, examples, owners)
     unit = ""  # stands for the unit of the sampler
     if owners is not None:
         # The unit is a noun in statements: "one patient" where the column is "Patient ID".
@@ -180,7 +181,7 @@ def build_mechanism(
     steps = given.steps
     if steps is None:
         # The batches of random_allocation may be larger than the flag, so the sampler has the size.
-        steps = round(given.epochs * examples / batches.batch_size)
+        steps = round(given.epochs * examples / sampler.batch_size)
     if not steps:
         raise ValueError(f"--epochs={given.epochs:g} --steps={given.steps}: expected a step.")
     before = ()
@@ -192,7 +193,7 @@ def build_mechanism(
     if given.quantile is not None:
         adaptive = dpjax.clipping.Quantile(target=given.quantile, rate=0.5)  # that of `dpjax.plan`
     mechanism = dpjax.Mechanism(
-        sampling=batches,
+        sampling=sampler,
         clipping=rule(given.bound),
         # Its shape over the steps; `with_noise` scales it.
         noise_multiplier=build_noise_schedule(given, steps, steps_per_epoch(given, examples)),
@@ -200,7 +201,7 @@ def build_mechanism(
         preparation=queries,
         adaptive=adaptive,
         before=before,
-        noise=build_strategy(given, batches, steps),
+        noise=build_strategy(given, sampler, steps),
         unit=unit,
     )
     return with_noise(given, mechanism)
@@ -249,7 +250,7 @@ def build_noise_schedule(given: flags.FlagValues, steps: int, per_epoch: int) ->
 
 
 def build_strategy(
-    given: flags.FlagValues, batches: Sampler, steps: int
+    given: flags.FlagValues, sampler: Sampler, steps: int
 ) -> strategies.Strategy | None:
     """How the noise of different steps is correlated; optimised for SGD with this momentum."""
     if given.noise == "white":
@@ -257,7 +258,7 @@ def build_strategy(
     bands = min(given.bands, steps)
     momentum = given.momentum if given.optimizer == "sgd" else 0.0
     # In which steps an example takes part, if the sampler bounds it.
-    taken = None if batches.participation is None else batches.participation(steps)
+    taken = None if sampler.participation is None else sampler.participation(steps)
     build = {
         "banded": lambda: strategies.banded(steps, bands, taken, momentum=momentum),
         "square_root": lambda: strategies.square_root(steps, bands),

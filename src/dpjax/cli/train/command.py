@@ -105,7 +105,7 @@ def require_extras(given: flags.FlagValues) -> None:
     otherwise = ""  # the end of the message: how to run without a package
     if given.dataset == "digits":
         modules.append("sklearn")
-    if given.dataset.endswith(names.OF_ARROW):
+    if given.dataset.endswith(names.OF_ARROW):  # suffixes of files that pyarrow reads
         modules.append("pyarrow")
     if given.report:
         modules.append("matplotlib.figure")
@@ -143,8 +143,9 @@ def plan(given: flags.FlagValues) -> Planned:
             )
         model = build.build_model(given, outputs)
         loss = build.build_loss(given, dataset.classes)
+        # Features may be scaled by moments, which noisy queries on private data release. The
+        # mechanism accounts these queries by their noise multipliers.
         normalization = inputs.build_normalization(given, examples)
-        # The noise multipliers of its queries on private data, which the mechanism accounts.
         queries = () if normalization is None else normalization.multipliers
         mechanism = build.build_mechanism(given, examples, queries, dataset.owners)
         optimizer = build.build_optimizer(given, mechanism)
@@ -160,8 +161,9 @@ def plan(given: flags.FlagValues) -> Planned:
         )
         # Traces the loss on shapes, and raises if the parts do not fit each other.
         input_shape = inputs.input_shape(given, dataset)
+        takes_epoch = per_epoch is not None
         rehearse(
-            input_shape, model, loss, mechanism, earlier, classes=outputs, epochs=bool(per_epoch)
+            input_shape, model, loss, mechanism, earlier, outputs=outputs, takes_epoch=takes_epoch
         )
         # The budget comes last, because only the whole plan has a price.
         budget = None
@@ -226,16 +228,17 @@ def execute(given: flags.FlagValues, planned: Planned) -> None:
         )
     dataset = inputs.with_scale(given, dataset, moments)
     algorithm = planned.algorithm(mechanism, dataset.train, budget=planned.budget)
-    # The evaluation measures gradients of single rows. It has none if the loss needs the epoch too,
-    # or if the run clips gradients of persons, who have several rows.
+    # The evaluation measures the gradients of this loss, row by row. It measures none if the loss
+    # also needs the epoch, or if the run clips gradients of persons, who have several rows.
     loss_of_row = None
     if planned.per_epoch is None and dataset.owners is None:
         loss_of_row = planned.of_example
     evaluation = Evaluation(planned.model, loss_of_row, mechanism.clipping, dataset)
-    describe = describing(given, planned.dataset)  # its inputs are without features
+    # config.json describes the rows as they were read, before features are computed from them.
+    describe = describing(given, planned.dataset)
 
     def evaluate(state: Any) -> dict[str, Any]:
-        describe(state.params)  # writes config.json
+        describe(state.params)  # writes config.json, so a stopped run has the file too
         return evaluation.evaluate(state)
 
     first_params = first_parameters(planned.model, dataset, planned.earlier)
@@ -305,8 +308,8 @@ def describing(given: flags.FlagValues, dataset: data.Dataset) -> Callable[[Any]
     """
     folder = pathlib.Path(given.out)
     began = time.time()
-    # An existing file is of this run, since `fit` refuses the folder of another one before it
-    # evaluates.
+    # With run.json the file is of this run, because `fit` refuses the folder of another run before
+    # it evaluates. Without run.json it is a remainder of a run that was deleted.
     config_so_far = {}
     if (folder / "run.json").exists() and (folder / "config.json").exists():
         config_so_far = read_json(folder / "config.json")
@@ -345,17 +348,19 @@ def report(given: flags.FlagValues, dataset: data.Dataset) -> None:
     print((folder / "statement.txt").read_text().partition("\n\nReferences\n")[0])
     run = read(folder)
     config = read_json(folder / "config.json")
-    # The first measure has a sentence of its own. A run without test rows has no measure.
+    # The first measure has a sentence of its own, and one that compares it with guessing the most
+    # frequent class, or the mean. A run without test rows has no measure.
     for name, value in list(measured(run).items())[:1]:
         reached = f"{MEASURES[name]} {shown(name, value)} on {dataset.name} {dataset.note}"
         print(f"\n{_sentence(reached)} {first_and_guess(run)}")
     others = others_and_guess(run)
     if others:
         print(_sentence(others))
-    speed = speed_of(run)
+    ending = ""
+    speed = speed_of(run)  # empty if the log has none
     if speed:
-        speed = f", {speed} {run.unit}s/s in steps alone"
-    print(f"Trained in {duration(config['seconds'])} on {config['hardware']['device']}{speed}")
+        ending = f", {speed} {run.unit}s/s in steps alone"
+    print(f"Trained in {duration(config['seconds'])} on {config['hardware']['device']}{ending}")
     if given.report:
         print(f"To look at: {page_of(folder)}")
     print(f"All files are in {folder}. Recompute epsilon: dpjax verify {shlex.quote(str(folder))}")

@@ -49,8 +49,8 @@ class Evaluation:
         # The sample of training rows is fixed, so gradients of the same examples are compared.
         rows = dataset.rows(spread(dataset.examples, _SAMPLE))
         self.sample = jax.tree.map(jnp.asarray, rows)
-        # Functions of parameters and rows. The second has the gradient norms of the rows, and the
-        # cosine of their mean gradients with and without clipping.
+        # Functions of parameters and rows. `bias` returns the gradient norms of the rows, and the
+        # cosine between their mean gradient with and without clipping.
         self.outputs = jax.jit(functools.partial(outputs_of, model))
         self.bias = jax.jit(functools.partial(diagnostics.clipping_bias, loss, rule))
 
@@ -102,7 +102,8 @@ class Evaluation:
 
     def write(self, folder: pathlib.Path, params: Any) -> None:
         """Writes averaged parameters, test predictions and gradient norms into the folder."""
-        # `fit` wrote the digest of the last parameters into the card, and averages are released.
+        # `fit` wrote the digest of the last parameters into the card. The averaged parameters are
+        # released instead, so the card receives their digest.
         card = read_json(folder / "privacy.json")
         card["parameters"] = trees.digest(params)
         replace(folder / "privacy.json", json.dumps(card, indent=2) + "\n", public=True)
@@ -159,22 +160,24 @@ def rehearse(
     mechanism: dpjax.Mechanism,
     params: bytes | None,
     *,
-    classes: int,
-    epochs: bool,
+    outputs: int,
+    takes_epoch: bool,
 ) -> None:
     """Raises if the parts of a run do not fit each other; traces shapes, and needs no data.
 
     ``x`` is the shape of an input, and ``params`` are the serialized parameters of an earlier run.
-    The model has ``classes`` outputs. ``epochs`` is whether the loss takes the epoch.
+    The model must return ``outputs`` numbers: one for each class, or 1 in a regression.
+    ``takes_epoch`` is whether the loss takes the epoch too.
     """
     # A model without parameters has no such entry.
     params_shape = jax.eval_shape(model.init, jax.random.key(0), x).get("params", {})
-    outputs = jax.eval_shape(model.apply, {"params": params_shape}, x)
-    # JAX clamps a label beyond the outputs to the last one, without an error.
-    if getattr(outputs, "shape", None) != (classes,):
-        raise ValueError(f"the model returns {outputs} for an example; expected {classes} numbers.")
-    whole = jax.ShapeDtypeStruct((), jnp.int32)  # the shape of a label, and of an epoch
-    example = (x, whole, whole) if epochs else (x, whole)
+    found = jax.eval_shape(model.apply, {"params": params_shape}, x)
+    # No later check finds too few outputs: JAX clamps a label beyond the last output to the last
+    # one, without an error. The result has no `shape` if the model returns several arrays.
+    if getattr(found, "shape", None) != (outputs,):
+        raise ValueError(f"the model returns {found} for an example; expected {outputs} numbers.")
+    scalar = jax.ShapeDtypeStruct((), jnp.int32)  # the shape of a label or target, and of an epoch
+    example = (x, scalar, scalar) if takes_epoch else (x, scalar)
     # Raises if the loss does not take these outputs, or does not return a single number.
     jax.eval_shape(jax.grad(losses.of(model, loss)), params_shape, example)
     # Raises if the groups of parameters that are clipped were made for another model.

@@ -45,12 +45,13 @@ def apply(given: flags.FlagValues, examples: int) -> None:
         steps = size.steps
         values["epochs"] = steps * batch / examples  # `build_mechanism` computes steps from it
     if not any(given[name].present for name in _BOUNDS):
-        # `dpjax.plan` has the same bounds.
+        # The bound starts at 3 and follows this quantile of the norms, as in `dpjax.plan`.
         values.update(clipping="automatic", bound=3.0, quantile=0.97)
     if not any(given[name].present for name in _RATES):
         values["optimizer"] = "paced"
     if not given["average"].present:
         steps = steps or round(given.epochs * examples / batch)
-        values["average"] = planning.decay_for(steps)
+        values["average"] = planning.decay_for(steps)  # of the averaged parameters
     for name, value in values.items():
+        # `present` stays 0, as for a flag that was not typed: `is_whole` reads it after this call.
         given[name].value = value
