@@ -51,15 +51,16 @@ def clip(
       ([0.0, 1.5], [[4.0], [0.5]], [[0.25], [1.0]])
     """
     checks.instance("clipping.clip", "rule", rule, Clipping, "Such as clipping.flat(bound).")
-    # Some modes of `jax.shard_map` sum gradients over devices, so a row is not one example.
+    # A `jax.shard_map` that tracks varying values, the default, sums gradients over devices before
+    # they arrive here, so a row is then not one example.
     meshes.refuse_tracking("clipping.clip")
     size = trees.leading_size(gradients, name="clipping.clip")
     real = real_rows("clipping.clip", mask, size)[:, None]
     # The partition gets shapes without the batch axis, as it does for parameters and noise, because
     # a partition by rank or size answers differently for a batch.
     groups = rule.partition.assign(trees.one_row(gradients))
-    # Padding has a norm too, and the mask removes its norm and factor together.
     norms = trees.group_norms(gradients, groups, rule.partition.size)
+    # A row of padding also has a gradient: its factor of 0 keeps it out of the sum.
     factors = jnp.where(real, rule.factors(norms), 0)
     norms = jnp.where(real, norms, 0)
     if weights is not None:
@@ -69,16 +70,16 @@ def clip(
 
 
 def real_rows(call: str, mask: ArrayLike | None, size: int) -> Bool[Array, " size"]:
-    """The mask of a batch, in which true is an example and false is padding.
+    """Checks the mask of a batch, and gives it as booleans: true is an example, false is padding.
 
-    None or True marks all ``size`` rows as examples. Raises unless another mask has one entry for
-    each row, which is 0 or 1.
+    None or True marks all ``size`` rows as examples. Any other mask must have one entry for each
+    row, 0 or 1.
     """
     if mask is None or mask is True:
         return jnp.ones(size, bool)
     if np.shape(mask) != (size,):
         cure = ""
-        if np.ndim(mask) == 2:  # of a batch of persons, [persons, rows of each], not of examples
+        if np.ndim(mask) == 2:  # likely [persons, rows of each], for privacy of whole persons
             cure = (
                 " For persons give dpjax.losses.of_person(loss), (rows, mask) and mask=mask[:, 0]."
             )
@@ -86,8 +87,8 @@ def real_rows(call: str, mask: ArrayLike | None, size: int) -> Bool[Array, " siz
             f"{call}: mask has shape {np.shape(mask)}; expected ({size},), one entry per "
             f"example.{cure}"
         )
-    # A mask has no values inside jit, and one of several processes cannot read all of a mask that
-    # they share. The entries of neither are checked.
+    # A mask has no values inside jit, and one of several processes cannot read all of a JAX array
+    # that they share. The entries of neither are checked.
     is_readable = not isinstance(mask, Tracer) and getattr(mask, "is_fully_addressable", True)
     if is_readable and not np.isin(np.asarray(mask), (0, 1)).all():
         raise ValueError(

@@ -59,13 +59,13 @@ def balanced(groups: int) -> Partition:
 def _fill(sizes: Sequence[int], groups: int, capacity: int) -> tuple[int, ...]:
     """The group of each leaf, if groups are filled in order up to a capacity in entries.
 
-    No group is empty. If the capacity is too small, there are more groups.
+    No group is empty. If the capacity is too small, there are more groups than ``groups``.
     """
     assigned = []
     group = 0
     load = 0
     for i, size in enumerate(sizes):
-        leaves_left = len(sizes) - i
+        leaves_left = len(sizes) - i  # with this one
         later_groups = groups - 1 - group
         # Every later group needs a leaf: an empty group costs noise and clips nothing.
         if load + size > capacity or leaves_left <= later_groups:

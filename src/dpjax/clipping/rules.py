@@ -186,7 +186,7 @@ def hard_threshold(bound: float, screen: float | None = None, *, groups: Groups 
     Args:
       bound: $C$; with several groups, of each group.
       screen: $Z$, the longest gradient that is kept, up to a rounding of $2^{-14} Z$; must not
-        depend on the data.  By default ``bound``, and then nothing that is kept is scaled.
+        depend on the data. By default ``bound``, and then nothing that is kept is scaled.
       groups: A number of groups or a `Partition`.
 
     Sensitivity:
@@ -208,8 +208,8 @@ def hard_threshold(bound: float, screen: float | None = None, *, groups: Groups 
         screen = bound
     screen = checks.number(call, "screen", screen, hint)
     # (C / Z) g has norm at most C for |g| at most Z, so the sensitivity is C and not Z.
-    scale = 1.0  # of a gradient that is kept
-    if screen != bound:  # both may be infinite or 0, and their quotient is then NaN
+    scale = 1.0  # C / Z of equal C and Z, also if both are 0 or infinite
+    if screen != bound:
         scale = bound / checks.positive(call, "screen", screen, hint)
 
     def wish(norms: Norms) -> Norms:

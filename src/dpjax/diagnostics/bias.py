@@ -72,8 +72,8 @@ def clipping_bias(
     results = []  # clipped sum, unclipped sum and norms of each microbatch
     # Per-example gradients of a whole batch fill the memory for a large model.
     for start in range(0, size, microbatch_size):
-        rows = jax.tree.map(lambda x, start=start: x[start : start + microbatch_size], batch)
-        results.append(sums(params, rows))
+        microbatch = jax.tree.map(lambda x, start=start: x[start : start + microbatch_size], batch)
+        results.append(sums(params, microbatch))
     clipped_sums, unclipped_sums, norms_of_microbatches = zip(*results, strict=True)
     clipped_sum = _added(clipped_sums)
     unclipped_sum = _added(unclipped_sums)

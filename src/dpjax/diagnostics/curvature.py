@@ -61,6 +61,7 @@ def sharpness(
       Golub and Van Loan, "Matrix Computations", 2013, section 8.2.
     """
     step = jax.jit(partial(_step, loss))
+    # The purpose keeps this draw apart from others of the same key.
     start = trees.random_like(jax.random.normal, jax.random.fold_in(key, Purpose.MEASURES), params)
     start_length = length(start)
     # `jax.jvp` takes a tangent only in the dtype of its parameter.

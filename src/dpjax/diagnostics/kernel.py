@@ -74,23 +74,24 @@ def ntk(
     """
     size = trees.leading_size(inputs, name="ntk inputs")
     jacobian = jax.jacrev(lambda params, x: jnp.ravel(function(params, x)))
-    # The parts of J by leaf of the parameters, [inputs, outputs, *leaf].
-    leaves = jax.tree.leaves(jax.vmap(jacobian, (None, 0))(params, inputs))
-    groups = (0,) * len(leaves)
+    # The columns of J, by leaf of the parameters: [inputs, outputs, *leaf].
+    blocks = jax.tree.leaves(jax.vmap(jacobian, (None, 0))(params, inputs))
+    groups = (0,) * len(blocks)
     if partition is not None:
         groups = partition.assign(params)
     if factors is None:
         factors = jnp.ones((size, max(groups) + 1))
-    outputs = leaves[0].shape[1]
-    row_factors = jnp.repeat(jnp.asarray(factors), outputs, axis=0)  # [rows, groups]
-    # H is the sum over leaves of the products of their parts.
+    outputs = blocks[0].shape[1]
+    # The factor of each row of J, [rows, groups].
+    row_factors = jnp.repeat(jnp.asarray(factors), outputs, axis=0)
+    # J J^T is the sum of B B^T over the blocks B of J.
     kernel = jnp.zeros(())
-    for leaf, group in zip(leaves, groups, strict=True):
-        rows = leaf.reshape(size * outputs, math.prod(leaf.shape[2:]))
-        rows = rows.astype(trees.wide(leaf.dtype))  # [rows of J, numbers of the leaf]
+    for block, group in zip(blocks, groups, strict=True):
+        rows = block.reshape(size * outputs, math.prod(block.shape[2:]))
+        rows = rows.astype(trees.wide(block.dtype))  # [rows of J, numbers of the leaf]
         products = jnp.matmul(rows, rows.T, precision="highest")
-        # Only columns are scaled, by the factor of the example whose gradient moves the weights. So
-        # the clipped kernel is not symmetric.
+        # Only the columns of the kernel are scaled, by the factor of the example whose gradient
+        # moves the weights. So the clipped kernel is not symmetric.
         kernel = kernel + products * row_factors[:, group]
     return kernel
 

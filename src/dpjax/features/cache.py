@@ -58,13 +58,15 @@ def scattered(
     images = np.asarray(images)
     # One byte order, so equal images share a file.
     images = images.astype(images.dtype.newbyteorder("="), copy=False)
-    # Shape and dtype of the features of one image, with a leading axis of 1.
-    row = jax.eval_shape(transform, jax.ShapeDtypeStruct((1, *images.shape[1:]), images.dtype))
+    # The shape and the dtype of the features of one image, which is not transformed.
+    one_image = jax.ShapeDtypeStruct((1, *images.shape[1:]), images.dtype)
+    row = jax.eval_shape(transform, one_image)  # [1, out_height, out_width, features]
 
     def compute(images: np.ndarray) -> np.ndarray:
-        # One array is filled, because features are several times as large as the images.
+        # One array is filled: features are several times as large as the images, and joining
+        # batches needs them twice.
         features = np.empty((len(images), *row.shape[1:]), row.dtype)
-        size = min(batch_size, len(images))
+        size = min(batch_size, len(images))  # of every batch; the last one is padded to it
         for start in range(0, len(images), max(1, size)):  # `range` refuses a step of 0
             batch = images[start : start + size]
             count = len(batch)

@@ -177,8 +177,9 @@ class Normalization:
         # Streams 2 and 3 are the searches'. The bound 1 is the norm of a row of votes.
         counts = _release(key, 2 + query, votes, 1.0, search.noise_multiplier)
         # The quantile is of the public number of examples, because the sum of counts has noise.
-        wanted = search.quantile * self.examples
-        is_enough = np.cumsum(np.asarray(counts, np.float64)) >= wanted
+        wanted_count = search.quantile * self.examples
+        sums = np.cumsum(np.asarray(counts, np.float64))  # norms up to the edge of each bin
+        is_enough = sums >= wanted_count
         if not is_enough.any():  # noise made the sums too small
             return float(search.edges[-1])
         return float(search.edges[np.argmax(is_enough)])  # argmax finds the first bin

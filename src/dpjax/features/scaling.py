@@ -33,7 +33,7 @@ def group_norm(
     with the mean $\mu_g$ and the variance $\sigma_g^2$ of all pixels and channels of the group.
 
     Args:
-      features: Height, width and channels last; the axes before them count examples. An array of
+      features: Height, width and channels last; the axes before them are of examples. An array of
         three axes is a single example: give sequences, ``(examples, length, channels)``, a height
         of 1, ``features[:, None]``.
       groups: The number of groups; the papers use 9, 27 or 81 for the features of a ScatterNet.

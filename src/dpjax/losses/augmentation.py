@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dpjax import checks, trees
-from dpjax.losses.modules import unpacked
+from dpjax.losses.modules import checked_example
 from dpjax.types import Key, LossFn, Purpose, PyTree
 
 
@@ -33,8 +33,9 @@ def augmented(
 
     Returns:
       ``loss(params, (x, y, *numbers))``. The whole numbers are folded into the key: the
-      example's row, from the data, gives each example its own views, and the step, from
-      ``per_step``, gives new views in each step. Without numbers the views never change.
+      example's row, a column of the data, gives each example its own views, and the step, which
+      ``dpjax.dpsgd(per_step=...)`` adds, gives new views in each step. Without numbers all
+      examples have the same views in all steps.
 
     Privacy:
       The mean over views is one example's loss: clipped once, sensitivity unchanged.
@@ -54,18 +55,18 @@ def augmented(
     views = checks.whole("losses.augmented", "views", views)
     checks.key("losses.augmented", key)
     # The purpose keeps these draws apart from others of the same root key. `mappable` makes a
-    # threefry key: engines map the loss over examples, and with a key of rbg `jax.vmap` gives every
-    # example the draws of the first one.
-    key = trees.mappable(jax.random.fold_in(key, Purpose.VIEWS))
+    # threefry key, because training maps the loss over examples, and with an rbg key `jax.vmap`
+    # gives every example the draws of the first one.
+    views_key = trees.mappable(jax.random.fold_in(key, Purpose.VIEWS))
 
     def mean_loss(params: PyTree, example: tuple[Any, ...]) -> Float[Array, ""]:
+        x, y, *numbers = checked_example("augmented", example)
         # A key that is derived from row and step needs no random state: the loss stays pure, and a
-        # resumed run draws the same views.
-        x, y, *numbers = unpacked("augmented", example)
-        # Folds are sequential, so (row 1, step 2) and (row 2, step 1) differ.
-        example_key = functools.reduce(jax.random.fold_in, numbers, key)
-        keys = jax.random.split(example_key, views)
-        views_of_x = jax.vmap(augment, (0, None))(keys, x)
+        # resumed run draws the same views. Folds are sequential, so (row 1, step 2) and (row 2,
+        # step 1) differ.
+        example_key = functools.reduce(jax.random.fold_in, numbers, views_key)
+        view_keys = jax.random.split(example_key, views)
+        views_of_x = jax.vmap(augment, (0, None))(view_keys, x)
         values = jax.vmap(lambda view: loss(params, (view, y)))(views_of_x)
         return jnp.mean(values)
 

@@ -45,7 +45,7 @@ def focal(gamma: float = 2.0) -> Callable[[Array, Array], Array]:
     $$ -(1 - p_y)^\gamma \log p_y, \qquad p = \mathrm{softmax}(h) $$
 
     with the logits $h$ and the label $y$. A gamma of 0 gives the cross-entropy; the larger gamma,
-    the less an easy example weighs.
+    the less an easy example weighs. A label out of range gives NaN, with a gradient of zero.
 
     Example:
       >>> round(float(focal(gamma=2.0)(jnp.zeros(2), jnp.array(0))), 4)
@@ -61,9 +61,10 @@ def focal(gamma: float = 2.0) -> Callable[[Array, Array], Array]:
         # The margin m = log sum_{j != y} e^{h_j - h_y} gives both logarithms: -softplus(m) is
         # log p_y, and -softplus(-m) is log(1 - p_y). The second one is log(0) if it is computed
         # from p_y of an example that is learnt to the last bit.
-        differences = logits - jnp.sum(logits, where=is_label)
-        # The margin leaves a class out by the least finite number in place of -inf, because
-        # logsumexp of only -inf has the gradient NaN.
+        label_logit = jnp.sum(logits, where=is_label)
+        differences = logits - label_logit
+        # The sum of m leaves out the label and classes of probability 0. They get the least finite
+        # number in place of -inf, because logsumexp of only -inf has the gradient NaN.
         is_excluded = is_label | jnp.isneginf(logits)
         differences = jnp.where(is_excluded, jnp.finfo(differences.dtype).min, differences)
         margin = jax.nn.logsumexp(differences)
@@ -71,7 +72,8 @@ def focal(gamma: float = 2.0) -> Callable[[Array, Array], Array]:
         if not gamma:  # 0 times an infinite logarithm is NaN
             return _nan_if_unknown(is_label, -log_p)
         log_1_minus_p = -jax.nn.softplus(-margin)
-        return _nan_if_unknown(is_label, -jnp.exp(gamma * log_1_minus_p) * log_p)
+        weight = jnp.exp(gamma * log_1_minus_p)  # (1 - p_y)^gamma
+        return _nan_if_unknown(is_label, -weight * log_p)
 
     return loss
 

@@ -49,12 +49,11 @@ def composite(
 
     Args:
       gamma: The power in the focal loss.
-      threshold: $e_t$, the epoch at which both errors weigh the same.
+      threshold: $e_t$, the epoch at which focal loss and squared error weigh the same.
       beta: The larger, the weaker the penalty; positive. ``math.inf`` means no penalty.
       coefficient: The factor before the penalty, which is illegible in the paper as printed. The
-        default is that of a public implementation, and the sum is over half the mean squares, as
-        in the formula. "1/beta" and "beta" are other readings: constant factors, and the sum is
-        over the mean squares $\|h_m\|^2 / d_m$.
+        default is that of a public implementation and of the formula above. "1/beta" and "beta"
+        are other readings: constant factors of $\sum_m \|h_m\|^2 / d_m$, without the half.
       error: Replaces the squared error, for example by ``losses.absolute``.
 
     Returns:
@@ -76,7 +75,7 @@ def composite(
     checks.one_of(call, "coefficient", coefficient, ("(1-alpha)/beta", "1/beta", "beta"))
     # An infinite beta makes the penalty 0, except if beta itself is the factor.
     beta = checks.positive(call, "beta", beta, infinite=coefficient != "beta")
-    # The constant before the mean squares: by default with the half from the formula.
+    # The constant before the sum of |h_m|^2 / d_m: by default with the half from the formula.
     penalty_weights = {"(1-alpha)/beta": 0.5 / beta, "1/beta": 1 / beta, "beta": beta}
     penalty_weight = penalty_weights[coefficient]
     focal_loss = focal(gamma)
@@ -99,13 +98,13 @@ def composite(
         focal_term = alpha * focal_loss(focal_logits, label)
         total = focal_term + (1 - alpha) * error_loss(error_logits, label)
         if penalty_weight:  # a penalty with weight 0 is left out, for the same reason
-            fading = jnp.ones(())
+            fading = jnp.ones(())  # a constant penalty does not fade
             if coefficient == "(1-alpha)/beta":
                 fading = 1 - alpha
             penalized = [jnp.where(fading > 0, h, 0) for h in hidden]
             total += fading * penalty_weight * _mean_squares(penalized)
-        # The penalty of an example without a class is dropped with its loss. `label < logits.size`
-        # fails in uint8, where 256 classes are 0.
+        # A label out of range also drops the penalty. `label < logits.size` does not test this for
+        # labels in uint8, in which 256 classes overflow to 0.
         is_class = jnp.any(jnp.arange(logits.size) == label)
         return jnp.where(is_class, total, jnp.nan)
 

@@ -37,7 +37,7 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
     | ``epoch`` | the third entry of an example ``(x, y, epoch)`` |
 
     Models of other packages keep pre-activations by ``self.sow("preactivations", name, h)``.
-    `dpjax.dpsgd` adds the epoch by ``per_step=lambda step: step // 117``, say.
+    `dpjax.dpsgd` adds the epoch by ``per_step=lambda step: step // steps_per_epoch``.
 
     Args:
       model: A module whose only variables are its parameters.
@@ -87,16 +87,16 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
     def per_example(
         params: PyTree, example: tuple[Any, ...], frozen: PyTree = None
     ) -> Float[Array, ""]:
-        # A caller may give all variables in place of the parameters.
+        # A likely mistake is to give all variables of the model in place of their "params".
         if isinstance(params, Mapping) and {"params", "batch_stats"} & params.keys():
             raise ValueError(f"losses.of: got the variables {sorted(params)}. {_STATE}")
-        x, y, *epoch = unpacked("of", example)
+        x, y, *epoch = checked_example("of", example)
         if frozen is not None:  # the other parameters; nested trees merge leaf by leaf
             params = unflatten_dict({**flatten_dict(frozen), **flatten_dict(params)})
         # The arguments of the loss after output and target.
-        arguments: dict[str, Any] = {}
+        more_arguments: dict[str, Any] = {}
         if epoch:  # absent without `per_step`, and then the loss takes its default
-            arguments["epoch"] = epoch[0]
+            more_arguments["epoch"] = epoch[0]
         # With `mutable` Flax returns the output and the collections that it names. Batch statistics
         # are never among them, so a model that updates some raises, and is refused below.
         mutable_option: dict[str, Any] = {}
@@ -111,14 +111,17 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
             raise ValueError(f"losses.of: {name} has no key for dropout. {_OWN_KEY}") from error
         if takes_hidden:
             output, sown = output
-            arguments["hidden"] = _hidden(model, params, sown)
-        return loss(output, y, **arguments)
+            more_arguments["hidden"] = _hidden(model, params, sown)
+        return loss(output, y, **more_arguments)
 
     return per_example
 
 
-def unpacked(name: str, example: Any) -> tuple[Any, ...] | list[Any]:
-    """The example as ``(x, y, ...)``; dictionaries and arrays, which also unpack, are refused."""
+def checked_example(name: str, example: Any) -> tuple[Any, ...] | list[Any]:
+    """The example, a tuple ``(x, y, ...)``; dictionaries and arrays, which also unpack, raise.
+
+    The name is that of the caller, for the message.
+    """
     if not isinstance(example, tuple | list) or len(example) < 2:
         raise TypeError(
             f"losses.{name}: the example is {jax.tree.map(jnp.shape, example)!s:.100} (shapes); "

@@ -57,7 +57,8 @@ class WideResNet(nn.Module):
     ) -> Float[Array, "*batch classes"]:
         """Gives the logits of one image, or of a batch."""
         _parts.expect_image("WideResNet", x, smallest=4)  # two stages halve the sides
-        # The depth counts 2 convolutions for each block of the 3 stages, and 4 further layers.
+        # The depth counts convolutions: the first one, 2 in each block of the 3 stages, and one
+        # shortcut in each stage. Width 1 needs none in the first stage, but counts it.
         blocks_per_stage, rest = divmod(self.depth - 4, 6)
         if rest or blocks_per_stage < 1:
             raise ValueError(f"models.WideResNet(depth={self.depth}): depth must be 6 n + 4.")

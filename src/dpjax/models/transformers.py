@@ -179,7 +179,7 @@ class TextTransformer(nn.Module):
         real = jnp.ones(tokens.shape, bool) if self.padding is None else tokens != self.padding
         embed = partial(nn.Embed, features=self.width, embedding_init=_parts.embedding_init(self))
         h = embed(self.vocabulary, name="token")(tokens)  # [*batch, positions, width]
-        least_index = tokens  # of a token and its segment
+        least_index = tokens  # negative if the token or its segment is
         if segments is not None:
             h = h + embed(self.segments, name="segment")(segments)
             least_index = jnp.minimum(tokens, segments)
@@ -255,10 +255,10 @@ class ViT(nn.Module):
         )
         h = h.reshape(*h.shape[:-3], -1, self.width)  # one position for each patch
         # The class token starts at 0 and has this shape, as in the published ViT.
-        token = self.param("cls", nn.initializers.zeros, (1, 1, self.width))
+        class_token = self.param("cls", nn.initializers.zeros, (1, 1, self.width))
         # One class token for each image of the batch: [*batch, 1, width].
-        tokens = jnp.broadcast_to(token[0], (*h.shape[:-2], 1, self.width))
-        h = jnp.concatenate([tokens, h], axis=-2)
+        class_tokens = jnp.broadcast_to(class_token[0], (*h.shape[:-2], 1, self.width))
+        h = jnp.concatenate([class_tokens, h], axis=-2)
         h = _encoder(self, h.shape[-2], "pre-norm")(h)
         # The class token is the first position.
         return _parts.dense(self, h[..., 0, :], self.classes, name="head")

@@ -7,8 +7,9 @@ A *field* is real, ``[rows, *images_and_paths, columns]``, with its rows in `mir
 ..., and then -1, -2, ... A *spectrum* is its Fourier transform, ``[rows, *images_and_paths,
 parts]``, with its rows in the order of an FFT. The last axis has ``2 columns`` *parts* in a number
 of *blocks*: each has the real parts of ``columns / blocks`` columns and then their imaginary parts.
-So whole blocks are the spectrum at neighbouring columns, and *folding* a spectrum, which subsamples
-the field, adds whole blocks.
+For four columns in two blocks they are re0, re1, im0, im1 and then re2, re3, im2, im3. So whole
+blocks are the spectrum at neighbouring columns, and *folding* a spectrum, which subsamples the
+field, adds whole blocks.
 """
 
 import math
@@ -77,17 +78,17 @@ def filtered(
     $$ \hat y(k_1, k_2) = \frac1{s^2} \sum_{a, b < s}
        (\hat x \hat\psi)(k_1 + a n_1 / s,\ k_2 + b n_2 / s) $$
     """
-    # A real factor multiplies the real and the imaginary part. The mean of tiles divides by s^2.
-    # [rows, angles, parts]
-    factors = np.moveaxis(_parts(wavelets, wavelets, blocks), 0, 1) / step**2
+    # A real factor multiplies the real and the imaginary part of a column alike.
+    factors = _parts(wavelets, wavelets, blocks)  # [angles, rows, parts]
+    factors = np.moveaxis(factors, 0, 1) / step**2  # [rows, angles, parts]
     tile_rows = factors.shape[0] // step
     tile_parts = factors.shape[-1] // step  # whole blocks
     broadcast_axes = (1,) * (spectrum.ndim - 2)  # of images and paths, which share the factors
     total = jnp.zeros((), spectrum.dtype)
-    for top in range(0, tile_rows * step, tile_rows):
-        row_slice = slice(top, top + tile_rows)
-        for left in range(0, tile_parts * step, tile_parts):
-            part_slice = slice(left, left + tile_parts)
+    for a in range(step):
+        row_slice = slice(a * tile_rows, (a + 1) * tile_rows)
+        for b in range(step):
+            part_slice = slice(b * tile_parts, (b + 1) * tile_parts)
             tile = factors[row_slice, :, part_slice]  # [tile_rows, angles, tile_parts]
             tile = tile.reshape(tile_rows, *broadcast_axes, -1, tile_parts)
             # [tile_rows, *images_and_paths, angles, tile_parts]; the spectrum's axis of angles is 1
@@ -96,9 +97,12 @@ def filtered(
 
 
 def moduli(spectrum: Array, blocks: int) -> Float[Array, "rows *images_and_paths angles columns"]:
-    """The absolute value of the inverse Fourier transform: from a spectrum to a field.
+    r"""The absolute value of the inverse Fourier transform: from a spectrum to a field.
 
-    The transform is taken along columns first, and then along rows.
+    $$ |y(u_1, u_2)|, \qquad y(u_1, u_2) = \frac1{n_1 n_2} \sum_{k_1, k_2}
+       \hat y(k_1, k_2)\, e^{2 \pi i (k_1 u_1 / n_1 + k_2 u_2 / n_2)} $$
+
+    The transform of $n_1$ rows and $n_2$ columns is taken along columns first, then along rows.
     """
     rows = spectrum.shape[0]
     columns = spectrum.shape[-1] // 2
@@ -114,13 +118,15 @@ def moduli(spectrum: Array, blocks: int) -> Float[Array, "rows *images_and_paths
     # The same formula along rows, where x and y are the real and the imaginary part of the above.
     cosines, sines = _waves(np.arange(rows // 2 + 1), np.arange(rows), rows)
     waves = np.concatenate([cosines, sines])
+    # Both are [rows // 2 + 1, ..., 2 columns].
     with_cosines, with_sines = jnp.split(on_rows(waves, along_columns), 2)
     x_cosines, y_cosines = jnp.split(with_cosines, 2, axis=-1)
     x_sines, y_sines = jnp.split(with_sines, 2, axis=-1)
     first_rows = _norm(x_cosines - y_sines, y_cosines + x_sines)
     # Row -k has the cosines of row k, and minus its sines: half the products give all rows.
     opposite_rows = _norm(x_cosines + y_sines, y_cosines - x_sines)
-    # The rows 0, 1, ..., and then -1, -2, ..., which is `mirrored` order.
+    # The rows 0, 1, ..., and then -1, -2, ..., which is `mirrored` order. Row 0 is its own
+    # opposite, and so is row n / 2 of an even number n of rows.
     return jnp.concatenate([first_rows, opposite_rows[1 : (rows + 1) // 2]])
 
 

@@ -74,10 +74,14 @@ def _width(j: int) -> float:
 
 
 def _morlet(shape: tuple[int, int], j: int, angle: float, slant: float) -> np.ndarray:
-    r"""The Fourier transform of one wavelet of `filter_bank`'s formula, ``[rows, columns]``.
+    r"""The Fourier transform of one wavelet of `filter_bank`, ``[rows, columns]``.
 
-    ``angle`` is $\theta_l$ and ``slant`` is $s$. The wavelet is sampled over several periods of the
-    image, ``[periods * rows, periods * columns]``.
+    $$ \psi = g - \kappa |g|, \qquad
+       g(u) = \frac{s}{2\pi\sigma^2} e^{-(a^2 + s^2 b^2) / 2\sigma^2 + i \xi a}, $$
+
+    where $(a, b)$ is the pixel $u$ rotated by ``angle``, ``slant`` is $s$, and $\kappa$ makes the
+    mean 0. The width $\sigma$ and the frequency $\xi$ are those of scale ``j``. The wavelet is
+    sampled over several periods of the image, ``[periods * rows, periods * columns]``.
     """
     rows, columns = shape
     row = _positions(rows)[:, None]

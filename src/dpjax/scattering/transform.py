@@ -68,14 +68,14 @@ def _scatter(images: Array, J: int, L: int) -> Array:
     chunk_size = max(1, min(count, _chunk_size(images, J, L)))  # 1 for an empty batch
     # `jax.lax.map` takes chunks of equal size. The last images are a smaller chunk, because padding
     # computes unused features.
-    in_loop = count // chunk_size * chunk_size
-    chunks = images[:in_loop].reshape(-1, chunk_size, *images.shape[1:])
+    chunked_count = count // chunk_size * chunk_size
+    chunks = images[:chunked_count].reshape(-1, chunk_size, *images.shape[1:])
     # [chunks, chunk_size, height, width, features]
     features = jax.lax.map(lambda chunk: _cascade(chunk, J, L), chunks)
-    features = features.reshape(in_loop, *features.shape[2:])
-    if in_loop == count:
+    features = features.reshape(chunked_count, *features.shape[2:])
+    if chunked_count == count:
         return features
-    last_features = _cascade(images[in_loop:], J, L)
+    last_features = _cascade(images[chunked_count:], J, L)
     return jnp.concatenate([features, last_features])
 
 
@@ -99,25 +99,29 @@ def _cascade(images: Array, J: int, L: int) -> Array:
     and columns are outside, because transforms multiply by a matrix on either side, and each
     channel counts as an image.
     """
-    field = _field(images, J)  # the padded pixels, without the axis of paths
+    field = _field(images, J)  # the padded pixels, [rows, images, columns]
     bank = filter_bank(field.shape[0], field.shape[-1], J, L)
     # Wavelets of scale j subsample by 2**j, which folds as many blocks; the last scale is J - 1.
     spectrum = spectrum_of(field, blocks=2 ** (J - 1))
     # A resolution is the number of times that a field was halved: 0 for the pixels, and j for a
-    # response of scale j.
+    # response of scale j. The paths of a scale are its angles.
     first_order = [_response(spectrum, bank, j, resolution=0) for j in range(J)]
     averages = [_average(field, bank, resolution=0)[:, :, None]]  # one path
     averages += [_average(modulus, bank, resolution=j) for j, modulus in enumerate(first_order)]
     # A modulus is smoother than its field, so only coarser wavelets respond to it.
-    averages += [_second_order(modulus, bank, j) for j, modulus in enumerate(first_order[:-1])]
-    features = jnp.concatenate(averages, axis=2)
+    averages += [
+        _second_order_averages(modulus, bank, j) for j, modulus in enumerate(first_order[:-1])
+    ]
+    features = jnp.concatenate(averages, axis=2)  # all averages have the same coarse size
     height, _, _, width = features.shape
     # Each image gets the paths of its first channel, then of the second, and so on.
     features = features.reshape(height, images.shape[0], -1, width)
     return features.transpose(1, 0, 3, 2)  # [images, height, width, channels * paths]
 
 
-def _second_order(first: Array, bank: Bank, j: int) -> Float[Array, "rows images paths columns"]:
+def _second_order_averages(
+    first: Array, bank: Bank, j: int
+) -> Float[Array, "rows images paths columns"]:
     """The averaged moduli of all coarser wavelets, applied to the first order's at scale ``j``."""
     J = len(bank.wavelets)
     spectrum = spectrum_of(first, 2 ** (J - 1 - j))
