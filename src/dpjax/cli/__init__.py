@@ -95,7 +95,7 @@ def run_command(name: str) -> None:
         logging.set_verbosity(logging.WARNING)
         _print_plainly()
         try:
-            argv = given([program, *words])  # the program, and the arguments that are no flags
+            argv = given([program, *words])  # the program, and the arguments without flags
             # An argument without dashes may be a mistyped flag. Otherwise
             # `train target_epsilon=0.5` runs at the default epsilon.
             if argv[1:] and not declared.WORDS:

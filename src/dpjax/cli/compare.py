@@ -88,7 +88,7 @@ def groups_of(runs: Iterable[SavedRun]) -> list[RunGroup]:
     """
     runs_by_flags: dict[str, list[SavedRun]] = {}
     for run in runs:
-        key = str(run.path)  # a run without known flags is no repeat of another
+        key = str(run.path)  # a run without known flags does not repeat another
         if flags_of(run):
             key = json.dumps(flags_of(run), sort_keys=True)
         runs_by_flags.setdefault(key, []).append(run)

@@ -156,7 +156,7 @@ def _noise(mechanism: Mechanism, ran: np.ndarray, scaled_by: str | None) -> Row:
             f"by group: multiplier {_listed(by_group)} x the group's own bound;",
             f"{range_of(on_sum)} is what these are worth together",
         ]
-    # There is no standard deviation to state without steps or with an infinite bound.
+    # No standard deviation can be stated without steps or with an infinite bound.
     if len(ran) and not math.isinf(mechanism.clipping.sensitivity):
         lines.append(_on_mean(mechanism, on_sum))
         if scaled_by is not None:

@@ -80,7 +80,7 @@ def _morlet(shape: tuple[int, int], j: int, angle: float, slant: float) -> np.nd
        g(u) = \frac{s}{2\pi\sigma^2} e^{-(a^2 + s^2 b^2) / 2\sigma^2 + i \xi a}, $$
 
     where $(a, b)$ is the pixel $u$ rotated by ``angle``, ``slant`` is $s$, and $\kappa$ makes the
-    mean 0. The width $\sigma$ and the frequency $\xi$ are those of scale ``j``. The wavelet is
+    mean 0. The width $\sigma$ and the frequency $\xi$ follow from the scale ``j``. The wavelet is
     sampled over several periods of the image, ``[periods * rows, periods * columns]``.
     """
     rows, columns = shape
