@@ -151,8 +151,8 @@ def speed_of(run: SavedRun) -> str:
 def stated_at(run: SavedRun) -> str:
     """The delta and the accountant of the log's epsilon, to append to "epsilon" in a label.
 
-    For example " at delta 1e-05, by rdp", and " (an estimate)" after it if the epsilon is not a bound;
-    empty if the log has none of them.
+    For example " at delta 1e-05, by rdp", and " (an estimate)" after it if the epsilon is not a
+    bound; empty if the log has none of them.
     """
     last = run.rows[-1]
     delta = number(last.get("delta"))
