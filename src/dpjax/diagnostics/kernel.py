@@ -74,7 +74,7 @@ def ntk(
     """
     size = trees.leading_size(inputs, name="ntk inputs")
     jacobian = jax.jacrev(lambda params, x: jnp.ravel(function(params, x)))
-    # The columns of J, by leaf of the parameters: [inputs, outputs, *leaf].
+    # The blocks of J, one for each leaf of the parameters: [inputs, outputs, *leaf].
     blocks = jax.tree.leaves(jax.vmap(jacobian, (None, 0))(params, inputs))
     groups = (0,) * len(blocks)
     if partition is not None:

@@ -172,7 +172,7 @@ class Normalization:
         norms = trees.group_norms(rows, groups=(0,), size=1)  # one leaf, in group 0: [examples, 1]
         bin_of = jnp.searchsorted(jnp.asarray(search.edges), norms)
         bin_of = jnp.minimum(bin_of, search.bins - 1)  # norms above all edges: the last bin
-        # A row of the histogram has one 1, or none if its norm is not finite. [examples, bins]
+        # A row of votes has one 1, or none if its norm is not finite. [examples, bins]
         votes = jnp.where(jnp.isfinite(norms), jax.nn.one_hot(bin_of[:, 0], search.bins), 0)
         # Streams 2 and 3 are the searches'. The bound 1 is the norm of a row of votes.
         counts = _release(key, 2 + query, votes, 1.0, search.noise_multiplier)

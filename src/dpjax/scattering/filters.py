@@ -79,9 +79,9 @@ def _morlet(shape: tuple[int, int], j: int, angle: float, slant: float) -> np.nd
     $$ \psi = g - \kappa |g|, \qquad
        g(u) = \frac{s}{2\pi\sigma^2} e^{-(a^2 + s^2 b^2) / 2\sigma^2 + i \xi a}, $$
 
-    where $(a, b)$ is the pixel $u$ rotated by ``angle``, ``slant`` is $s$, and $\kappa$ makes the
-    mean 0. The width $\sigma$ and the frequency $\xi$ follow from the scale ``j``. The wavelet is
-    sampled over several periods of the image, ``[periods * rows, periods * columns]``.
+    where $(a, b)$ is the pixel $u$ rotated by ``angle``, $s$ is ``slant``, and $\kappa$ makes the
+    mean 0; the scale ``j`` has the width $\sigma$ and the frequency $\xi$. The wavelet is sampled
+    over several periods of the image, ``[periods * rows, periods * columns]``.
     """
     rows, columns = shape
     row = _positions(rows)[:, None]
@@ -91,6 +91,7 @@ def _morlet(shape: tuple[int, int], j: int, angle: float, slant: float) -> np.nd
     variance = _width(j) ** 2
     frequency = 0.75 * math.pi / 2**j  # xi
     square = a**2 + (slant * b) ** 2
+    # The factor before the exponential has kymatio's digits of pi, and the angles have all.
     envelope = slant / (2 * _PI * variance) * np.exp(-square / (2 * variance))  # |g|
     wave = envelope * np.exp(1j * frequency * a)  # g
     kappa = wave.sum() / envelope.sum()
