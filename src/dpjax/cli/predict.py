@@ -54,6 +54,7 @@ def predicted(
     """
     config = read_json(folder / "config.json")
     trained = flags_of(config)  # the flags of the training
+    # A file, or the declarations themselves, which config.json holds; `Columns.read` takes both.
     declared = declarations or config.get("declared")
     if trained.columns and not declared:
         raise ValueError(

@@ -50,13 +50,15 @@ def isolated(engine: Engine, harmless: Harmless = lambda *_: 0) -> Engine:
         _refuse_split(rows.batch)
         # No convolution of a microbatch of one example has another example in its groups.
         one_by_one = partial(laid_out(run, Layout(1)), params, rows, start)
+        # XLA on CPU mixes the examples of some grouped convolutions, and other platforms may mix
+        # these too.
         if _grouped_by_rows(lambda rows: run(params, rows, start), rows):
-            return one_by_one()  # XLA on CPU mixes these examples, and other platforms may
+            return one_by_one()
         together = run(params, rows, start)
         if _platforms.on_cpu():
             return together
-        # XLA for other platforms was not tested, and may mix examples here too. A NaN may then have
-        # spread, so a batch with a non-finite norm is computed again, one example at a time.
+        # XLA for other platforms was not tested, and may mix examples that a CPU does not. A NaN may
+        # have spread, so a batch with a non-finite norm is computed again, one example at a time.
         broken = ~jnp.all(jnp.isfinite(together.norms))
         return jax.lax.cond(broken, one_by_one, lambda: together)
 

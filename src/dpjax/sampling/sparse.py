@@ -267,8 +267,9 @@ def permuted(key: Key, examples: int, starts: np.ndarray, offset: int | Int[Arra
     def two_rounds(i: Array, digits: tuple[Array, Array]) -> tuple[Array, Array]:
         high, low = digits
         word, more = random_words(2 * i, low)
-        # The addend is 42 random bits modulo the number of high digits. That is at most 2^22, so
-        # the remainder of the first 32 bits leaves room for 10 more.
+        # The addend is 42 random bits modulo the number of high digits. That is at most 2^22,
+        # because samplers take at most 2^44 examples (`sizes.MOST`), so the remainder of the first
+        # 32 bits leaves room for 10 more.
         high_count = last_high + 1
         addend = (((word % high_count) << 10) | (more >> 22)) % high_count
         high = (high + addend) % high_count

@@ -47,7 +47,9 @@ def steps_of(card: Card) -> Counter[Step] | None:
     runs = (*before, card.mechanism)
     # The card's clipping was read as a dictionary of any values, so its bounds are checked here.
     bounds = read(list[Number], card.mechanism.clipping.get("bounds"), "clipping.bounds")
-    if card.steps and math.inf in bounds:  # one example can move a sum by any amount
+    # One example can move a sum by any amount. An earlier run with such a bound was recorded
+    # without noise, which is found below.
+    if card.steps and math.inf in bounds:
         return None
     # The choice of batches is a release, and has no noise.
     if any(run.sampling.event == "none" for run in runs):
@@ -63,6 +65,7 @@ def steps_of(card: Card) -> Counter[Step] | None:
     for run in before:
         earlier += steps_of_run(run, planned(run))
     steps = earlier + steps_of_run(card.mechanism, ran)
+    # The levels of a card follow from its plan, also if fewer steps ran.
     all_planned = earlier + steps_of_run(card.mechanism, planned(card.mechanism))
     # A query is on all the data, so it has the rate 1.
     noisy = Counter(map(Step, queries)) + at_levels(card, steps, all_planned)
