@@ -57,8 +57,8 @@ def isolated(engine: Engine, harmless: Harmless = lambda *_: 0) -> Engine:
         together = run(params, rows, start)
         if _platforms.on_cpu():
             return together
-        # XLA for other platforms was not tested, and may mix examples that a CPU does not. A NaN may
-        # have spread, so a batch with a non-finite norm is computed again, one example at a time.
+        # XLA for other platforms was not tested, and may mix examples that a CPU keeps apart. A NaN
+        # may have spread, so a batch with a non-finite norm is computed again, one by one.
         broken = ~jnp.all(jnp.isfinite(together.norms))
         return jax.lax.cond(broken, one_by_one, lambda: together)
 
