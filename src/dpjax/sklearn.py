@@ -229,7 +229,7 @@ class DPClassifier(ClassifierMixin, _Private):
                 names = names.astype(given.dtype)
             self.classes_ = names
         outputs = len(self.classes_)
-        return self._train(X, x, targets, outputs, dpjax.losses.cross_entropy, drift=2.5)
+        return self._train(X, x, targets, outputs, dpjax.losses.cross_entropy, drift=3.0)
 
     def predict_proba(self, X: Any) -> Float[np.ndarray, "rows classes"]:
         """The probability of each class."""

@@ -15,7 +15,7 @@ from dpjax import checks, trees
 from dpjax.mechanism import Mechanism
 from dpjax.types import PyTree
 
-DRIFT = 2.5
+DRIFT = 3.0
 """The default of ``drift``, the deviation by which noise moves a loss in a whole run.
 
 It was chosen for cross entropies, on the development tasks of `experiments.nothing_to_tune`.
@@ -38,19 +38,19 @@ def paced(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adam with a second moment for each leaf, and a rate that follows from noise and bound.
 
-    $C_t$ is the bound of step $t$, which `dpjax.clipping.Quantile` holds at a quantile of the
-    gradient norms, and $\sigma_t$ the standard deviation of the noise in a private mean, relative
-    to $C_t$. $\hat m_t$ is Adam's first moment of the private means relative to their bounds, and
-    $\hat v_t$ the mean of its second moments over a leaf, both without bias:
+    Noise of standard deviation $\sigma_t$ is in every private mean, and $C_t$ is the bound, which
+    `dpjax.clipping.Quantile` holds at a quantile of the gradient norms. $\hat m_t$ is Adam's first
+    moment and $\hat v_t$ the mean of its second moments over a leaf, both without bias:
 
     $$ \theta_{t+1} = \theta_t - \frac{\rho}{C_t} \sqrt{3 / T}\, (1 - t / T)\, \hat m_t
        \big/ \sqrt{\max(\hat v_t, \sigma_t^2)} $$
 
-    Noise in $\hat m_t$ is at most about the divisor. It then moves a parameter by the rate, and
-    the loss of an example, to first order, by the rate times the norm of its gradient. Over $T$
-    steps it moves the loss of an example at the bound by a standard deviation of at most about
-    $\rho$, as $\sum_t (1 - t / T)^2 \approx T / 3$. Large inputs and deep networks therefore get
-    small steps. The rate rises from 0 over the first tenth of the steps, which the formula omits.
+    The divisor is at least the deviation of the noise, so noise moves a parameter in a step by at
+    most about the rate, and the loss of an example, to first order, by the rate times the norm of
+    its gradient. Over $T$ steps it moves the loss of an example at the bound by a standard
+    deviation of at most about $\rho$, as $\sum_t (1 - t / T)^2 \approx T / 3$. Large inputs and
+    deep networks therefore get small steps. The rate rises from 0 over the first tenth of the
+    steps, which the formula omits.
 
     Where noise hides the gradient, how far a run moves along it is in proportion to epsilon and to
     the number of examples.
@@ -75,8 +75,8 @@ def paced(
       >>> planned = dpjax.plan(60_000, jnp.zeros(10), epsilon=3.0, delta=1e-5)
       >>> optimizer = paced(planned.mechanism)
       >>> updates, _ = optimizer.update(jnp.ones(10), optimizer.init(jnp.zeros(10)))
-      >>> print(round(float(updates[0]), 4))  # a 20th of 2.5 / 3 x (3 / 200) ^ 0.5
-      -0.0051
+      >>> print(round(float(updates[0]), 3))  # a 20th of 3 x (3 / 200) ^ 0.5
+      -0.018
 
     References:
       Kingma and Ba, "Adam", 2015. Panda et al., "A New Linear Scaling Rule for Private Adaptive
@@ -105,9 +105,8 @@ def paced(
     ) -> tuple[PyTree, PacedState]:
         del params, extra
         # Groups may have noise of their own; the largest variance is a safe floor for all.
-        variance = jnp.square(jnp.max(jnp.stack(mechanism.deviations_on_mean(state.step))))
-        # Moments are of means relative to the bound, or else they remember means at other bounds.
-        updates = jax.tree.map(lambda g: g / bound_scale, updates)
+        deviations = jnp.stack(mechanism.deviations_on_mean(state.step)) * bound_scale
+        variance = jnp.square(jnp.max(deviations))
         first = optax.tree_utils.tree_update_moment(updates, state.first, b1, 1)
         # The second moment is one number for each leaf, the mean of its squares. It is updated by
         # order 1, because the entries are squared here.

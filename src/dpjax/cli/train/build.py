@@ -61,7 +61,7 @@ def drift_of(given: flags.FlagValues) -> float:
     """The ``drift`` of `dpjax.plan` for the loss that the flags name."""
     if given.loss in REGRESSIONS:
         return 1.0
-    return 2.5
+    return 3.0
 
 
 def read_options(pairs: list[str]) -> dict[str, Any]:

@@ -45,8 +45,8 @@ def apply(given: flags.FlagValues, examples: int) -> None:
         steps = size.steps
         values["epochs"] = steps * batch / examples  # `build_mechanism` computes steps from it
     if not any(given[name].present for name in _BOUNDS):
-        # The bound starts at 3 and follows this quantile of the norms, as in `dpjax.plan`.
-        values.update(clipping="automatic", bound=3.0, quantile=0.97)
+        # The bound starts at 1 and follows this quantile of the norms, as in `dpjax.plan`.
+        values.update(clipping="automatic", bound=1.0, quantile=0.97)
     if not any(given[name].present for name in _RATES):
         values["optimizer"] = "paced"
     if not given["average"].present:
