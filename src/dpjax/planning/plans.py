@@ -21,7 +21,7 @@ from dpjax.types import PyTree
 
 NO_SETTING = "No setting was chosen on these data."
 FIRST_BOUND = 1.0
-"""Where the bound of a plan begins. It rises fast, so it begins below the norms of most networks."""
+"""Where the bound of a plan begins. It rises fast, so it begins below usual norms."""
 QUANTILE = 0.97
 """The share of the gradient norms below the bound. The bound falls slowly for a share near 1, and
 with it a rate that is divided by it rises slowly, while the model fits the data."""
