@@ -72,11 +72,12 @@ def total(parts: Parts, neighbours: str) -> np.ndarray:
         raise ValueError(
             "accounting: RDP has no proof for Poisson sampling, 'replace-one'. Use method='pld'."
         )
-    # Random allocation (an example is in one random bin of steps) counts as unsampled Gaussians,
-    # because an example and its replacement are in the same bin: a bound for each known bin holds
-    # for a random one.
+    # Random allocations (an example is in one random bin of steps) are foreign parts: `_foreign`
+    # counts them below. For 'replace-one' they count as unsampled Gaussians instead, because an
+    # example and its replacement are in the same bin: a bound for each known bin holds for a random
+    # one.
     if replaces:
-        parts = _allocation.known_bins(parts)
+        parts = _allocation.known_bins(parts)  # adds them to `parts.precision`
     # The divergence of a Gaussian is order / (2 z^2).
     divergence = ORDERS * parts.precision / 2 * squared_factor
     if parts.sampled:

@@ -56,19 +56,19 @@ class Separation(NamedTuple):
         # A contribution whose norm is estimated from r projections moves the sum by s bounds or
         # more with the probability P(chi2_r < r / s^2). So at most this share of the keys may reach
         # s times the claimed separation.
-        separations, shares = self._shares()
+        separations, least_shares = self._least_shares()
         with np.errstate(divide="ignore"):
             inverse_s = self.claimed / separations
         allowed_shares = chi2(self.projections).cdf(self.projections * inverse_s**2)
-        return not np.all(shares <= allowed_shares)
+        return not np.all(least_shares <= allowed_shares)
 
     def epsilon(self, delta: float) -> float:
         """The lower bound on the epsilon of one step that draws the canary."""
         delta = checks.delta("Separation.epsilon", delta)
         refuted = []
-        for mu, share in zip(*self._shares(), strict=True):
-            if share > delta:
-                refuted.append(profiles.gaussian(mu).epsilon(delta / share))
+        for mu, least_share in zip(*self._least_shares(), strict=True):
+            if least_share > delta:
+                refuted.append(profiles.gaussian(mu).epsilon(delta / least_share))
         return max(refuted, default=0.0)
 
     def claimed_epsilon(self, delta: float) -> float:
@@ -80,8 +80,8 @@ class Separation(NamedTuple):
             event = accounting.with_projections(event, self.projections)
         return accounting.epsilon(event, delta, "pld")
 
-    def _shares(self) -> tuple[np.ndarray, np.ndarray]:
-        """Separations, and the share of keys that reach each of them at least."""
+    def _least_shares(self) -> tuple[np.ndarray, np.ndarray]:
+        """Separations, and the lower confidence limit of the share of keys that reach each."""
         if self.projections is None:
             return self.lower.max(keepdims=True), np.ones(1)
         keys = len(self.lower)

@@ -111,7 +111,9 @@ def audit_membership(
     auroc, *shares = map(Share, _measured(ins, outs).tolist(), low.tolist(), high.tolist())
     true_positives = {}
     for rate, share in zip(RATES, shares, strict=True):
-        if rate * outs.size < 1:  # no row is a false positive at this rate
+        if rate * outs.size < 1:
+            # No other row is a false positive at this rate, so the value rests on only one score,
+            # the largest of the others. The limits stay: it varies between the resamples.
             share = share._replace(value=math.nan)
         true_positives[rate] = share
     return Membership(

@@ -41,6 +41,7 @@ def private(mechanism: Described, key: Key | None) -> optax.GradientTransformati
     ) -> tuple[PyTree, Any]:
         sampler = mechanism.sampling
         if sampler.most_rows is not None:  # the sampler draws persons, who may own several rows
+            # It raises for None and True too, so only samplers of rows can be refused below.
             mask = _drawn_units(mask, trees.leading_size(updates), sampler)
         # Padding is counted as examples without a mask. `mask=True` states that no gradient is
         # padding. As many gradients as the capacity are a padded draw, so it is refused for them.

@@ -96,7 +96,8 @@ def _drawn(
     for step in range(first_step, first_step + count):
         draw, epoch_key = programs.draw(state.key, state.noise_key, epoch_key, step)
         indices = on_host(draw)
-        # Drawn examples come first, and `on_host` leaves out the padding behind them.
+        # Drawn examples, or persons, come first, and `on_host` leaves out the padding behind them.
+        # The mask still has False for padding among the rows of a person.
         mask = np.asarray(draw.mask)[: len(indices)]
         starts = range(0, len(indices), size)
         draws.append([_Microbatch(indices[i : i + size], mask[i : i + size]) for i in starts])

@@ -246,8 +246,9 @@ def _first_state(recipe: Recipe, key: Key | None, params: PyTree, mesh: Mesh | N
     memory = ()
     if strategy is not None:
         memory = strategy.start(trees.zeros_wide(params))
-        # Each leaf has one more axis than its parameter, for the remembered steps. So it is split
-        # here as its parameter is: `placed` below may split it along that axis.
+        # Each leaf has one more axis than its parameter, for the remembered steps, along which
+        # `placed` below may split it. So it is split here as its parameter is: `placed` keeps
+        # arrays that lie on the mesh already.
         if mesh is not None:
             memory = meshes.placed_rows(memory, params, mesh)
     draw_key, noise_key = first_keys(key)

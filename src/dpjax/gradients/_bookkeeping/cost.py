@@ -112,15 +112,18 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
         instantiated = _Costs(norm=_product(sizes) + _KEPT_NUMBER * leaf.size, sum=0)
         paired = _paired_on_accelerator(sizes, short=all(outer.short for outer in outers))
     # The rules "product", "rows" and "gram" take the norm of the view's gradient from the forms. It
-    # is the norm of the leaf's gradient only for an isometry. Several forms have to count the same
-    # axes of the leaf.
-    by_forms = isometric and aligned(outers) is not None
-    if by_forms and sizes.positions == 1 and not sizes.has_indices:
+    # is the norm of the leaf's gradient only for an isometry. Several forms, as of tied weights,
+    # also need the same axes of the leaf as blocks, inputs and outputs; `aligned` can exchange the
+    # last two.
+    forms_give_norm = isometric and aligned(outers) is not None
+    if forms_give_norm and sizes.positions == 1 and not sizes.has_indices:
         # No rule is cheaper, because this one only reads the two vectors of each block.
         operations = sizes.blocks * (sizes.inputs + sizes.outputs)
         return Choice("product", keep=False, operations=operations, numbers=sizes.copied)
     pairs_are_cheaper = paired.norm + paired.sum < instantiated.norm + instantiated.sum
-    if by_forms and len(outers) <= _MANY_SITES and pairs_are_cheaper:
+    if forms_give_norm and len(outers) <= _MANY_SITES and pairs_are_cheaper:
+        # The rows rule takes a single form. The Gram rule takes row numbers too, for a table with
+        # further uses.
         rule = "rows" if sizes.is_one_table else "gram"
         # The Gram rule writes two inner products for each pair of positions; the rows rule writes
         # at most as many numbers.

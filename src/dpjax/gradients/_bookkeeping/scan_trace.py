@@ -145,8 +145,10 @@ def _stacked(site: Site, views: Sequence[View], sliced: Sequence[bool], rounds: 
         apply=use.apply,
         data=tuple(jax.ShapeDtypeStruct((rounds, *x.shape), x.dtype) for x in site.data),
         output=jax.ShapeDtypeStruct((rounds, *site.output.shape), site.output.dtype),
+        # For each scan around the equation, outermost first: whether it slices the view.
         stacks=(by_round, *site.stacks),
-        # Common gradients of rounds add up only for a shared view, so they are not followed.
+        # The leaves whose gradient is common to all examples, apart from scales: none. A sliced
+        # view has another gradient in each round, and no rule adds the scales of a shared one.
         slices={},
     )
 

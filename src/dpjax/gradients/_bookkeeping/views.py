@@ -39,6 +39,8 @@ def derived(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
     if equation.primitive.name == "stop_gradient":
         # The result still reads the leaves, but no gradient flows back to them.
         leaves = frozenset[int]()
+    # Only a trained view can be materialised, so only its depth is counted. A recomputation does
+    # not end at a view of depth 0: it also computes the views that this view is computed from.
     depth = 0
     if leaves:
         depth = 1 + max(view.depth for view in views)
