@@ -461,7 +461,7 @@ def test_two_classes_and_quantities_are_measured(tmp_path):
     dense = nn.Dense(1)  # whose first bias is 0, and all inputs are
     params = dense.init(jax.random.key(0), rows[0][0])["params"]
     (tmp_path / "privacy.json").write_text("{}")
-    evaluation.Evaluation(dense, None, None, quantity).write(tmp_path, params)
+    evaluation.Evaluation(dense, None, None, quantity).write(tmp_path, params, 1.0)
     assert json.loads((tmp_path / "privacy.json").read_text()) == {"parameters": digest(params)}
     saved = np.load(tmp_path / "evaluation.npz")
     assert saved["predictions"].tolist() == [0, 0, 0]
@@ -643,18 +643,19 @@ def test_settings_that_no_flag_gives_are_planned_and_given_ones_are_kept(worksho
         return given
 
     given = settings()
-    assert (given.optimizer, given.clipping, given.quantile) == ("paced", "automatic", 0.97)
+    assert (given.optimizer, given.clipping, given.bound) == ("paced", "automatic", 1.0)
     assert round(given.epochs) == 200  # 48 rows are one batch
     given = settings("--steps=40", "--bound=0.3", "--learning_rate=0.1", "--batch_size=20")
     assert (given.optimizer, given.clipping, given.bound) == ("sgd", "flat", 0.3)
-    assert given.quantile is None
     assert (given.steps, given.batch_size, given.average) == (40, 20, 0.75)
     assert settings("--noise_multiplier=1", "--batch_size=20").optimizer == "sgd"
 
 
-def test_the_command_plans_the_bounds_that_the_function_plans(workshop):
-    by_command = command.plan(parsed("--accountant=rdp")).mechanism
-    by_function = dpjax.plan(48, np.zeros(1), epsilon=3.0, delta=1e-5).mechanism
+@pytest.mark.parametrize(("epsilon", "follows"), [(3.0, False), (100.0, True)])
+def test_the_command_plans_the_bounds_that_the_function_plans(epsilon, follows, workshop):
+    by_command = command.plan(parsed("--accountant=rdp", f"--target_epsilon={epsilon}")).mechanism
+    by_function = dpjax.plan(48, np.zeros(1), epsilon=epsilon, delta=1e-5).mechanism
+    assert (by_function.adaptive is not None) == follows
     assert by_command.adaptive == by_function.adaptive
     assert by_command.facts["clipping"] == by_function.facts["clipping"]
 

@@ -91,7 +91,7 @@ def test_parameters_are_split_along_their_longest_even_axis():
         (64,): PartitionSpec(),  # small
         (1023, 3): PartitionSpec(),  # odd
     }.items():
-        assert meshes._spec(shape, mesh) == expected
+        assert meshes._default_spec(shape, mesh) == expected
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,12 @@ def test_a_plan_reads_the_number_of_examples_and_no_example(planned):
         assert of_data.reasons == planned.reasons
 
 
+def test_the_bound_follows_the_norms_only_where_a_count_tells_them():
+    assert planned_for(60_000).mechanism.adaptive.target == 0.97
+    for examples, epsilon in [(50, 1.0), (150, 0.3), (300, 1.0)]:  # the bound wandered off here
+        assert planned_for(examples, epsilon).mechanism.adaptive is None
+
+
 def test_fewer_minutes_mean_fewer_examples(planned):
     short = planned_for(minutes=0.5, examples_per_second=ROWS)
     assert short.mechanism.batch_size * short.mechanism.steps <= 31 * ROWS

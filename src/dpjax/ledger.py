@@ -379,7 +379,7 @@ class Account:
                 _files.replace(self.path, json.dumps({"charges": charges}, allow_nan=False))
 
     def _locked(self) -> contextlib.AbstractContextManager[Any]:
-        """The account's lock: against other processes if it has a path, else other threads."""
+        """The account's lock: against other threads, and other processes if it has a path."""
         if self.path is not None:
             return _files.turn(self.path.with_name(f"{self.path.name}.lock"))
         if self._process == os.getpid():

@@ -263,7 +263,7 @@ def assert_sampling(sampler: Sampler, *, steps: int = 400, seed: int = 0) -> Non
     # The checks below hold for independent coins; samplers with another event do not draw by them.
     if sampler.facts["event"] != Event.POISSON:
         return
-    rates = sampler.facts["rates"]  # pairs: a rate, and the number of steps in turn that have it
+    rates = sampler.facts["rates"]  # pairs: a rate, and the number of cycles in turn that have it
     # One coin in each cycle draws an example, so the number of its draws is binomial. The most
     # drawn one of a correct sampler exceeds this quantile with a probability below 1e-9.
     largest_rate = max(rate for rate, _ in rates)

@@ -348,8 +348,8 @@ def random_like(
       tree: The numbers that are drawn have its shapes, in float32 or wider.
       more: Trees of the same structure, for ``use``.
       use: ``(draw of a leaf, leaf, *leaves of more) -> array``, such as the leaf plus its noise.
-        The tree then has its results, and each draw waits until earlier ones are used up, so they
-        are not in memory together.
+        The tree then has its results. On a CPU each draw waits until earlier ones are used up, so
+        they are not in memory together.
       parts: ``(key, shapes, dtype) -> arrays``, in place of ``sample``, for leaves that a mesh
         splits: it draws the same numbers, as an array for each leaf.
     """

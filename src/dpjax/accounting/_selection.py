@@ -60,7 +60,7 @@ def select_best(
 ) -> Selection:
     """The epsilon of running a training ``K`` times and publishing the best run, ``K`` random.
 
-    With ``r`` the Rényi curve of one run, the best run has at every order ``a`` the divergence
+    With ``r`` the Rényi curve of one run, the best run has at every order ``a`` at most
 
         r(a) + (1 + eta) min_b [(1 - 1/b) r(b) + log(1/gamma) / b] + log(runs) / (a - 1)
 

@@ -213,7 +213,7 @@ def _lattice(
     """
     least, _ = groups[0]  # groups are sorted by multiplier
     largest = _largest(least, above)
-    step = max(step, largest * 2.0**-40)  # a smaller one is lost when added to `largest`
+    step = max(step, largest * 2.0**-40)  # a smaller one is soon lost in rounding
     low, top = _window(groups, bins, tail, above, step)
     # Both the window of the sum and the points of a single factor must fit into `_POINTS`.
     coarser = max(top - low, largest) / _POINTS

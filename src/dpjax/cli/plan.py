@@ -77,8 +77,8 @@ def speed_of(loss: Any, model: Any, x: jax.ShapeDtypeStruct, most_rows: int | No
         # padding in the place of missing ones.
         batches = dpjax.sampling.persons(np.arange(rows), rows, most_rows)
     data = (np.zeros((rows, *x.shape), x.dtype), np.zeros(rows, np.int32))  # inputs and labels
-    # `dpjax.plan` gives this clipping and this optimizer. The speed does not depend on the noise
-    # multiplier.
+    # `dpjax.plan` gives this rule and these steps; its quantile and average cost no time. The speed
+    # does not depend on the noise multiplier.
     mechanism = dpjax.Mechanism(
         sampling=batches,
         clipping=dpjax.clipping.automatic(1.0),

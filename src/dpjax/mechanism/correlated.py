@@ -101,8 +101,9 @@ def correlated_event(strategy: Strategy, sampler: Sampler, multipliers: np.ndarr
     if is_amplified(strategy, sampler):
         # The participations of one example are separate releases, as with white noise.
         event = sampler.event(multipliers)
-        # A participation moves as many rows of C G as C has bands. Two examples move a common row
-        # only if there are several bands and the run has several cycles.
+        # A participation moves as many rows of C G as C has bands, so examples that differ in their
+        # steps may move common rows if there are several bands. A run of one cycle needs no mark:
+        # it is one mixture, whose proof in `accounting._user_level` covers the overlap.
         if strategy.bands == 1 or len(multipliers) <= sampler.facts["cycle"]:
             return event
         # The mark tells `accounting.for_groups` that the examples of a user may overlap in rows.

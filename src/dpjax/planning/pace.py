@@ -85,8 +85,9 @@ def paced(
     checks.instance("planning.paced", "mechanism", mechanism, Mechanism)
     drift = checks.positive("planning.paced", "drift", drift)
     steps = max(1, mechanism.steps)  # a mechanism of 0 steps must not divide by 0
+    follows = mechanism.adaptive is not None
     norm = _USUAL_NORM
-    if mechanism.adaptive is not None:
+    if follows:
         norm = mechanism.clipping.sensitivity  # at first; `bound_scale` has its changes
     first_rate = drift / norm * math.sqrt(3 / steps)
 
@@ -114,7 +115,9 @@ def paced(
         second = optax.tree_utils.tree_update_moment(squares, state.second, b2, 1)
         step = state.step + 1
         risen = jnp.minimum(1.0, step / (WARMUP * steps))
-        rate = first_rate / bound_scale * risen * (1 - state.step / steps)
+        rate = first_rate * risen * (1 - state.step / steps)
+        if follows:
+            rate = rate / bound_scale
 
         def update_of_leaf(m: Float[Array, "..."], v: Float[Array, ""]) -> Float[Array, "..."]:
             m_hat = m / (1 - b1**step)

@@ -25,7 +25,7 @@ FIRST_BOUND = 1.0
 QUANTILE = 0.97
 """The share of the gradient norms below the bound. The bound falls slowly for a share near 1, and
 with it a rate that is divided by it rises slowly, while the model fits the data."""
-QUANTILE_RATE = 0.5  # the bound rises by up to 62 % a step, and falls by up to 1.5 %
+QUANTILE_RATE = 0.5  # but for noise, the bound rises by up to 62 % a step and falls by 1.5 %
 
 
 class Planned(NamedTuple):
@@ -99,12 +99,15 @@ def plan(
             speed = speed_of(params)
         most_examples = 60 * minutes * speed
     size = size_for(count, epsilon, delta, most_examples)
+    adaptive = None
+    if size.counts_norms:
+        adaptive = clipping.Quantile(target=QUANTILE, rate=QUANTILE_RATE)
     uncalibrated = Mechanism(
         sampling=sampling.poisson(count, size.batch),
         clipping=clipping.automatic(FIRST_BOUND),
         noise_multiplier=1.0,  # any positive number, which `calibrate` scales
         steps=size.steps,
-        adaptive=clipping.Quantile(target=QUANTILE, rate=QUANTILE_RATE),
+        adaptive=adaptive,
     )
     mechanism = uncalibrated.calibrate(epsilon, delta)
     parameters = sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(params))
@@ -136,7 +139,10 @@ def _reasons(
     deviation = float(mechanism.deviations_on_mean(0)[0])
     ratio = math.inf
     if deviation > 0:
-        ratio = 1 / (deviation * math.sqrt(parameters))
+        ratio = mechanism.clipping.sensitivity / (deviation * math.sqrt(parameters))
+    bound = "one length, because a noised count cannot tell the norms of so few examples"
+    if mechanism.adaptive is not None:
+        bound = f"a bound that {QUANTILE:.0%} of the norms are below, by a noised count"
     return {
         "batch": (
             f"{mechanism.batch_size:g} of {mechanism.sampling.examples:,}: noise about "
@@ -148,10 +154,7 @@ def _reasons(
             f"in which all examples agree is "
             f"{ratio:.3g} times as long as the noise of its {parameters:,} parameters."
         ),
-        "clipping": (
-            f"every gradient is scaled to a bound that {QUANTILE:.0%} of the norms are below, by a "
-            f"noised count that is paid for."
-        ),
+        "clipping": f"every gradient is scaled to {bound}.",
         "rate": (
             f"Adam's, from {drift * math.sqrt(3 / mechanism.steps):.3g} over the bound to 0, after "
             f"a rise over {WARMUP:.0%} of the steps: noise moves the loss of an example at the "

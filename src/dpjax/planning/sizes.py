@@ -31,16 +31,27 @@ class Size(NamedTuple):
       steps: The number of steps.
       excess: Noise of the mean gradient relative to batches of all examples, at equal epsilon and
         steps; an estimate, 1 or more.
+      multiplier: The noise multiplier of a step; an estimate.
     """
 
     batch: int
     steps: int
     excess: float
+    multiplier: float
 
     @property
     def examples(self) -> int:
         """How many examples all steps together compute."""
         return self.batch * self.steps
+
+    @property
+    def counts_norms(self) -> bool:
+        """Whether a noised count tells how many norms of a batch are below a bound.
+
+        The count of `dpjax.clipping.Quantile` has four times the multiplier, and half of that is
+        its deviation. Above a tenth of the batch a bound that follows it wanders off.
+        """
+        return 2 * self.multiplier <= 0.1 * self.batch
 
 
 def gaussian_parameter(epsilon: float, delta: float) -> float:
@@ -66,7 +77,10 @@ def gaussian_parameter(epsilon: float, delta: float) -> float:
 
 
 def sized(examples: int, batch: float, steps: int, mu: float) -> Size:
-    r"""A batch and steps with their excess $a / \sqrt{\log(1 + a^2)}$, $a = \mu / (q \sqrt T)$.
+    r"""A batch and steps, with the multiplier $\sigma$ and the excess $a \sigma$.
+
+    $$ a = \frac{\mu}{q \sqrt T}, \qquad \sigma = 1 / \sqrt{\log(1 + a^2)},
+       \ \text{or } 1 / a \text{ for batches of all examples} $$
 
     References:
       Bu, Dong, Long and Su, "Deep Learning with Gaussian Differential Privacy", 2020: the central
@@ -74,10 +88,10 @@ def sized(examples: int, batch: float, steps: int, mu: float) -> Size:
     """
     batch = min(examples, math.ceil(batch))
     ratio = mu * examples / (batch * math.sqrt(steps))
-    excess = 1.0
+    multiplier = 1 / ratio
     if batch < examples:
-        excess = ratio / math.sqrt(math.log1p(ratio**2))
-    return Size(batch, steps, excess)
+        multiplier = 1 / math.sqrt(math.log1p(ratio**2))
+    return Size(batch, steps, ratio * multiplier, multiplier)
 
 
 def size_for(examples: int, epsilon: float, delta: float, most: float = math.inf) -> Size:

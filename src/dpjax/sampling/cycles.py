@@ -72,8 +72,8 @@ def cyclic_poisson(examples: int, batch_size: float, *, cycle: int) -> Sampler:
         capacity=examples,
         draw=draw,
         claim=f"Poisson sampling from {cycle} parts in turn; one amplified step a cycle is proved",
-        # A rate for 1 step and, because it is the last one, for all later steps. An example has the
-        # same step in each cycle, and a coin decides each time whether it takes part.
+        # A rate for 1 cycle and, because it is the last one, for all later cycles. An example has
+        # the same step in each cycle, and a coin decides each time whether it takes part.
         **stated(examples, batch_size, rates=[[rate, 1]], cycle=cycle, place="coin"),
         coins=True,  # `draw` takes a second key, for the coins
     )

@@ -41,7 +41,8 @@ def stated(
       event: ``"poisson"``: each example joins by a coin of its own; ``"subset"``: uniform batches
         of exactly ``batch_size``; ``"allocation"``: each example joins one step of a cycle,
         drawn afresh in each; ``"none"``: the choice of batches is a release without noise.
-      rates: Pairs: a sampling rate, and how many steps in turn have it. The last one stays.
+      rates: Pairs: a sampling rate, and how many cycles in turn have it; a cycle is one step by
+        default. The last one stays.
       cycle: In how many steps in turn an example is in one batch at most, at an unknown place. The
         event of a cycle is one step with the cycle's least multiplier.
       place: Where that step is in each cycle, for correlated noise: ``"any"``, or the ``"same"`` in

@@ -116,8 +116,8 @@ def banded_coefficients(
     start = _series.product(root, root * workload.momentum ** np.arange(bands), bands)
     start = start / start[0]  # a product of long series rounds the first coefficient, which is 1
     # If the steps of a pattern are at least ``bands`` apart, its columns do not overlap, and the
-    # sensitivity is exact for any signs. Otherwise 0, b, 2b, ... is the pattern that moves C G most
-    # only if the coefficients decrease.
+    # sensitivity is exact for any signs. Otherwise 0, b, 2b, ... is sure to be the pattern that
+    # moves C G most only if the coefficients decrease.
     if bands <= participation.separation:
         best = _free_minimum(objective, start)
     else:

@@ -48,8 +48,8 @@ def by_rdp(card: Card, steps: Counter[Step]) -> tuple[dict[str, float], np.ndarr
     r"""Epsilon by Rényi divergences, and deltas at `EPSILONS`.
 
     It returns an epsilon for each conversion: ``"rdp"`` is that of dp-accounting, and
-    ``"rdp-classic"`` is the least $D_\alpha - \ln \delta / (\alpha - 1)$ over the orders. Without a
-    proof there is no epsilon, and all deltas are 1.
+    ``"rdp-classic"`` is the least $D_\alpha - \ln \delta / (\alpha - 1)$ over the orders from 1.1
+    to 63. Without a proof there is no epsilon, and all deltas are 1.
     """
     is_exchange = card.mechanism.neighbours == "replace-one"
     divergences = np.zeros_like(ORDERS)

@@ -261,8 +261,9 @@ def execute(given: flags.FlagValues, planned: Planned) -> None:
     )
     # Every process takes part in collecting the shards; only the first one writes.
     average = held(training.averaged(state.optimizer))
+    scale = held(state.bound_scale)
     if processes.first_process():
-        evaluation.write(folder, average)
+        evaluation.write(folder, average, scale)
         report(given, dataset)
 
 

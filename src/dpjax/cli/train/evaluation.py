@@ -49,10 +49,21 @@ class Evaluation:
         # The sample of training rows is fixed, so gradients of the same examples are compared.
         rows = dataset.rows(spread(dataset.examples, _SAMPLE))
         self.sample = jax.tree.map(jnp.asarray, rows)
-        # Functions of parameters and rows. `bias` returns the gradient norms of the rows, and the
-        # cosine between their mean gradient with and without clipping.
         self.outputs = jax.jit(functools.partial(outputs_of, model))
-        self.bias = jax.jit(functools.partial(diagnostics.clipping_bias, loss, rule))
+
+        @jax.jit
+        def bias(params: Any, rows: Any, scale: Any) -> diagnostics.Bias:
+            """Norms relative to ``scale``, and the cosine of means with and without clipping.
+
+            As in a step, losses are divided by the scale of adapted bounds, so the rule applies.
+            """
+
+            def scaled_loss(params: Any, example: Any) -> Any:
+                return loss(params, example) / scale
+
+            return diagnostics.clipping_bias(scaled_loss, rule, params, rows)
+
+        self.bias = bias
 
     def evaluate(self, state: Any) -> dict[str, Any]:
         """One row of the log, from averaged parameters if the optimizer keeps an average."""
@@ -64,7 +75,8 @@ class Evaluation:
             row = self.measured(outputs, y)
         if self.loss is not None:
             # The next step differentiates at the current parameters, not at the averaged ones.
-            row["private"] = {"cosine": self.bias(held(state.params), self.sample).cosine}
+            bias = self.bias(held(state.params), self.sample, held(state.bound_scale))
+            row["private"] = {"cosine": bias.cosine}
         return row
 
     def measured(self, outputs: Any, y: Any) -> dict[str, Any]:
@@ -100,8 +112,11 @@ class Evaluation:
             }
         return {"labels": y, "probabilities": jax.nn.softmax(outputs)}
 
-    def write(self, folder: pathlib.Path, params: Any) -> None:
-        """Writes averaged parameters, test predictions and gradient norms into the folder."""
+    def write(self, folder: pathlib.Path, params: Any, scale: Any) -> None:
+        """Writes averaged parameters, test predictions and gradient norms into the folder.
+
+        ``scale`` is the factor on the rule's bounds after the last step.
+        """
         # `fit` wrote the digest of the last parameters into the card. The averaged parameters are
         # released instead, so the card receives their digest.
         card = read_json(folder / "privacy.json")
@@ -112,9 +127,10 @@ class Evaluation:
             with replacing(folder / "evaluation.npz", public=self.is_public) as file:
                 np.savez(file, **self.predictions(params))
         if self.loss is not None:
-            norms = self.bias(params, self.sample).norms
+            norms = scale * self.bias(params, self.sample, scale).norms
+            bounds = scale * np.array(self.rule.bounds)
             with replacing(folder / "diagnostics.npz") as file:  # private: no noise protects norms
-                np.savez(file, norms=norms, bounds=self.rule.bounds)
+                np.savez(file, norms=norms, bounds=bounds)
 
 
 def spread(examples: int, most: int) -> np.ndarray:

@@ -46,7 +46,9 @@ def apply(given: flags.FlagValues, examples: int) -> None:
         values["epochs"] = steps * batch / examples  # `build_mechanism` computes steps from it
     if not any(given[name].present for name in _BOUNDS):
         # The bound starts at 1 and follows this quantile of the norms, as in `dpjax.plan`.
-        values.update(clipping="automatic", bound=1.0, quantile=0.97)
+        values.update(clipping="automatic", bound=1.0)
+        if size.counts_norms:
+            values["quantile"] = 0.97
     if not any(given[name].present for name in _RATES):
         values["optimizer"] = "paced"
     if not given["average"].present:

@@ -103,8 +103,9 @@ def _neighbours(parameters: dict[str, Any], x: Array, kernel: Array) -> int:
     is_dilated = any(dilation != 1 for dilation in dilations)
     is_grouped = parameters["feature_group_count"] != 1 or parameters["batch_group_count"] != 1
     # If the channels come last, outputs along the last axis of space are neighbours in memory.
-    _, channel_axis, *space = numbers.out_spec
-    channels_last = channel_axis == x.ndim - 1 and space[-1] == x.ndim - 2
+    channel_axis = numbers.out_spec[1]
+    last_axis = numbers.out_spec[-1]  # of space; that of the channels if there is no space
+    channels_last = channel_axis == x.ndim - 1 and last_axis == x.ndim - 2
     # The limits were timed in float32, and `_neighbours_together` is for one group and no dilation.
     if not channels_last or x.dtype != jnp.float32 or is_dilated or is_grouped:
         return 1
