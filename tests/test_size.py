@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 SOURCES = ROOT / "src" / "dpjax"
 FOLDERS = {"src": SOURCES, "experiments": ROOT / "experiments", "tests": ROOT / "tests"}
 
-STATEMENTS = {"src": 17_480, "experiments": 7_800, "tests": 14_920}
+STATEMENTS = {"src": 17_500, "experiments": 7_800, "tests": 14_930}
 # Tokens on a line of code; per 1,000 statements; per cent.
 SHARES = {
     "src": {
