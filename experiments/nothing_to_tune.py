@@ -204,9 +204,9 @@ def of_embeddings(model: Any, leaves: Mapping[str, Any], train: Any, test: Any) 
 
 
 @functools.cache
-def plan_of(examples: int, epsilon: float, drift: float = 3.0) -> planning.Planned:
+def plan_of(examples: int, epsilon: float, **pace: float) -> planning.Planned:
     """The plan for as many examples; parameters only enter its printed reasons."""
-    return dpjax.plan(examples, jnp.zeros(()), epsilon=epsilon, delta=runs.DELTA, drift=drift)
+    return dpjax.plan(examples, jnp.zeros(()), epsilon=epsilon, delta=runs.DELTA, **pace)
 
 
 def algorithm_of(task: Task, optimizer: Any, mechanism: dpjax.Mechanism) -> Any:
@@ -218,10 +218,10 @@ def algorithm_of(task: Task, optimizer: Any, mechanism: dpjax.Mechanism) -> Any:
 def planned(name: str, epsilon: float) -> Any:
     """The training by a plan, which is made of public numbers."""
     task = task_of(name)
-    drift = 3.0  # for cross entropies
-    if task.range is not None:
-        drift = 1.0  # for targets
-    plan = plan_of(len(task.train[1]), epsilon, drift)
+    pace = {}
+    if task.range is not None:  # a target, whose squared error needs another drift
+        pace["drift"] = 1.0
+    plan = plan_of(len(task.train[1]), epsilon, **pace)
     return algorithm_of(task, plan.optimizer, plan.mechanism)
 
 

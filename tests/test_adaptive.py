@@ -288,8 +288,8 @@ def test_calibration_finds_the_same_total_and_leaves_the_count_alone():
 
 def test_the_usual_count_costs_little_at_any_noise():
     for total in (0.5, 5.0, 500.0):  # a tenth of the batch is 10
-        mechanism = described(noise_multiplier=total, adaptive=Quantile())
-        assert mechanism.gradient_multiplier <= 1.04 * total
+        adapted = described(noise_multiplier=total, adaptive=Quantile())
+        assert adapted.gradient_multiplier <= 1.04 * total
 
 
 def test_statement_card_and_facts_name_both_noises():

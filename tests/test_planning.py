@@ -110,6 +110,13 @@ def test_pure_noise_moves_the_loss_at_the_bound_by_about_the_drift():
     assert 0.4 < moved < 0.5  # the warm-up takes a little
 
 
+def test_a_schedule_of_bounds_does_not_move_the_rate():
+    optimizer = planning.paced(planned_for(50, epsilon=1.0).mechanism)  # its bound stays
+    state = optimizer.init(jnp.zeros(3))
+    moves = [optimizer.update(s * jnp.ones(3), state, bound_scale=s)[0] for s in (1.0, 0.1)]
+    np.testing.assert_allclose(*moves, rtol=1e-5)
+
+
 def test_steps_follow_from_released_means_and_their_scale_hardly_matters(planned):
     means = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
     first, _ = moves(planned, means)

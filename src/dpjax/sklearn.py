@@ -111,7 +111,7 @@ class _Private(BaseEstimator):
         return dpjax.models.MLP(self._widths[:-1], classes=self._widths[-1])
 
     def _train(
-        self, X: Any, x: np.ndarray, targets: np.ndarray, outputs: int, loss: Any, drift: float
+        self, X: Any, x: np.ndarray, targets: np.ndarray, outputs: int, loss: Any, **pace: float
     ) -> Self:
         """Plans a run on these rows, charges it to the account, and runs it.
 
@@ -121,7 +121,7 @@ class _Private(BaseEstimator):
           targets: As the loss takes them, ``[rows]``.
           outputs: The number of the model's outputs.
           loss: One of `dpjax.losses`: ``(outputs of the model, target) -> number``.
-          drift: As of `dpjax.plan`, for this loss.
+          pace: The ``drift`` of `dpjax.plan`, if this loss needs another one than the default.
         """
         self._widths = (*self.hidden_layer_sizes, outputs)  # `_network` reads them
         model = self._network()
@@ -132,7 +132,7 @@ class _Private(BaseEstimator):
         if self.unit_column is not None:
             owners = self._declared().owners(X)  # the person of each row, numbered from 0
             units = int(owners.max()) + 1
-        planned = dpjax.plan(units, params, epsilon=self.epsilon, delta=self.delta, drift=drift)
+        planned = dpjax.plan(units, params, epsilon=self.epsilon, delta=self.delta, **pace)
         mechanism = planned.mechanism
         if owners is not None:
             # The batches are as large as planned, and hold persons in place of examples.
@@ -228,8 +228,7 @@ class DPClassifier(ClassifierMixin, _Private):
             if given.dtype.kind in "iuf":  # integers and floats
                 names = names.astype(given.dtype)
             self.classes_ = names
-        outputs = len(self.classes_)
-        return self._train(X, x, targets, outputs, dpjax.losses.cross_entropy, drift=3.0)
+        return self._train(X, x, targets, len(self.classes_), dpjax.losses.cross_entropy)
 
     def predict_proba(self, X: Any) -> Float[np.ndarray, "rows classes"]:
         """The probability of each class."""

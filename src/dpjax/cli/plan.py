@@ -36,7 +36,7 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
             examples,
             params,
             **guarantee,
-            drift=build.drift_of(given),
+            **build.pace_of(given),
             minutes=given.minutes,
             examples_per_second=speed,
         )
@@ -77,8 +77,8 @@ def speed_of(loss: Any, model: Any, x: jax.ShapeDtypeStruct, most_rows: int | No
         # padding in the place of missing ones.
         batches = dpjax.sampling.persons(np.arange(rows), rows, most_rows)
     data = (np.zeros((rows, *x.shape), x.dtype), np.zeros(rows, np.int32))  # inputs and labels
-    # `dpjax.plan` gives this rule and these steps; its quantile and average cost no time. The speed
-    # does not depend on the noise multiplier.
+    # `dpjax.plan` has this rule and this optimizer. Its quantile and its average cost no time, and
+    # the speed does not depend on the noise multiplier.
     mechanism = dpjax.Mechanism(
         sampling=batches,
         clipping=dpjax.clipping.automatic(1.0),

@@ -22,10 +22,6 @@ from dpjax.types import PyTree
 NO_SETTING = "No setting was chosen on these data."
 FIRST_BOUND = 1.0
 """Where the bound of a plan begins. It rises fast, so it begins below usual norms."""
-QUANTILE = 0.97
-"""The share of the gradient norms below the bound. The bound falls slowly for a share near 1, and
-with it a rate that is divided by it rises slowly, while the model fits the data."""
-QUANTILE_RATE = 0.5  # but for noise, the bound rises by up to 62 % a step and falls by 1.5 %
 
 
 class Planned(NamedTuple):
@@ -99,15 +95,12 @@ def plan(
             speed = speed_of(params)
         most_examples = 60 * minutes * speed
     size = size_for(count, epsilon, delta, most_examples)
-    adaptive = None
-    if size.counts_norms:
-        adaptive = clipping.Quantile(target=QUANTILE, rate=QUANTILE_RATE)
     uncalibrated = Mechanism(
         sampling=sampling.poisson(count, size.batch),
         clipping=clipping.automatic(FIRST_BOUND),
         noise_multiplier=1.0,  # any positive number, which `calibrate` scales
         steps=size.steps,
-        adaptive=adaptive,
+        adaptive=size.adaptive,
     )
     mechanism = uncalibrated.calibrate(epsilon, delta)
     parameters = sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(params))
@@ -142,7 +135,8 @@ def _reasons(
         ratio = mechanism.clipping.sensitivity / (deviation * math.sqrt(parameters))
     bound = "one length, because a noised count cannot tell the norms of so few examples"
     if mechanism.adaptive is not None:
-        bound = f"a bound that {QUANTILE:.0%} of the norms are below, by a noised count"
+        share = f"{mechanism.adaptive.target:.0%}"
+        bound = f"a bound that {share} of the norms are below, by a noised count"
     return {
         "batch": (
             f"{mechanism.batch_size:g} of {mechanism.sampling.examples:,}: noise about "

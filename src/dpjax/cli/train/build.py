@@ -53,15 +53,15 @@ OPTIMIZERS: dict[str, Callable[[flags.FlagValues, Any, Any], optax.GradientTrans
     "adam": lambda _, rate, __: optax.adam(rate),
     "adamw": lambda _, rate, __: optax.adamw(rate),
     "dp_adam": lambda given, rate, mechanism: training.dp_adam(rate, mechanism, floor=given.floor),
-    "paced": lambda given, _, mechanism: planning.paced(mechanism, drift_of(given)),
+    "paced": lambda given, _, mechanism: planning.paced(mechanism, **pace_of(given)),
 }
 
 
-def drift_of(given: flags.FlagValues) -> float:
-    """The ``drift`` of `dpjax.plan`: 1 for losses of a distance to the target, and 3 for others."""
+def pace_of(given: flags.FlagValues) -> dict[str, float]:
+    """The ``drift`` of `dpjax.plan` for losses of a distance; other losses have its default."""
     if given.loss in REGRESSIONS:
-        return 1.0
-    return 3.0
+        return {"drift": 1.0}
+    return {}
 
 
 def read_options(pairs: list[str]) -> dict[str, Any]:

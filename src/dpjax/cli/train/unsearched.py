@@ -47,8 +47,8 @@ def apply(given: flags.FlagValues, examples: int) -> None:
     if not any(given[name].present for name in _BOUNDS):
         # The bound starts at 1 and follows this quantile of the norms, as in `dpjax.plan`.
         values.update(clipping="automatic", bound=1.0)
-        if size.counts_norms:
-            values["quantile"] = 0.97
+        if size.adaptive is not None:
+            values["quantile"] = size.adaptive.target
     if not any(given[name].present for name in _RATES):
         values["optimizer"] = "paced"
     if not given["average"].present:
