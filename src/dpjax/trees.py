@@ -359,7 +359,7 @@ def random_like(
         return cut(sample(key, (sum(map(math.prod, shapes)),), dtype, **options), shapes)
 
     leaves, structure = jax.tree.flatten(tree)
-    # Each leaf itself, and the leaves of `more` at its place.
+    # Each entry has a leaf, and the leaves of `more` at its place.
     leaves_for_use = list(zip(leaves, *map(structure.flatten_up_to, more), strict=True))
     # Draws, or results of `use`, in the order of leaves. The next leaf has the index `len(values)`.
     values: list[Array] = []

@@ -54,7 +54,8 @@ def fold(
     which, of = share
     drawn = draw.size
     stride = of * size  # from the start of a share's microbatch to the start of its next one
-    # If rows were not padded, `dynamic_slice` shifted the last microbatches back over earlier rows.
+    # Rows are padded to whole microbatches. Otherwise `dynamic_slice` shifts the last ones back,
+    # over rows already added.
     pads = [(0, stride)]
     if draw.mask.ndim == 2:
         pads.append((0, 0))  # the axis of a person's rows
@@ -75,7 +76,7 @@ def fold(
     # only masked rows.
     def more(carry: tuple[Int[Array, ""], T]) -> Any:
         start, _ = carry
-        # Where the first share is, when this one is at `start`.
+        # The position of the first share when this one is at `start`.
         return start - which * size < drawn
 
     begin = (jnp.asarray(which * size, jnp.int32), first)
