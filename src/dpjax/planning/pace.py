@@ -15,7 +15,7 @@ from dpjax import checks, trees
 from dpjax.mechanism import Mechanism
 from dpjax.types import PyTree
 
-DRIFT = 3.0
+DRIFT = 4.0
 """The default of ``drift``, the deviation by which noise moves a loss in a whole run.
 
 It was chosen for cross entropies, on the development tasks of `experiments.nothing_to_tune`.
@@ -42,7 +42,7 @@ def paced(
     `dpjax.clipping.Quantile` holds at a quantile of the gradient norms. $\hat m_t$ is Adam's first
     moment and $\hat v_t$ the mean of its second moments over a leaf, both without bias:
 
-    $$ \theta_{t+1} = \theta_t - \frac{\rho}{C_t} \sqrt{3 / T}\, (1 - t / T)\, \hat m_t
+    $$ \theta_{t+1} = \theta_t - \frac{\rho}{C_t \sqrt T}\, \hat m_t
        \big/ \sqrt{\max(\hat v_t, \sigma_t^2)} $$
 
     The divisor is at least the deviation of the noise, so noise moves a parameter in a step by at
@@ -75,8 +75,8 @@ def paced(
       >>> planned = dpjax.plan(60_000, jnp.zeros(10), epsilon=3.0, delta=1e-5)
       >>> optimizer = paced(planned.mechanism)
       >>> updates, _ = optimizer.update(jnp.ones(10), optimizer.init(jnp.zeros(10)))
-      >>> print(round(float(updates[0]), 3))  # a 20th of 3 x (3 / 200) ^ 0.5
-      -0.018
+      >>> print(round(float(updates[0]), 4))  # (1 / 20)^2 of 4 / 200^0.5
+      -0.0007
 
     References:
       Kingma and Ba, "Adam", 2015. Panda et al., "A New Linear Scaling Rule for Private Adaptive
@@ -89,7 +89,7 @@ def paced(
     norm = _USUAL_NORM
     if follows:
         norm = mechanism.clipping.sensitivity  # at first; `bound_scale` has its changes
-    first_rate = drift / norm * math.sqrt(3 / steps)
+    first_rate = drift / norm / math.sqrt(steps)
 
     def init(params: PyTree) -> PacedState:
         zeros = trees.zeros_wide(params)  # in the dtype of private means
@@ -115,7 +115,7 @@ def paced(
         second = optax.tree_utils.tree_update_moment(squares, state.second, b2, 1)
         step = state.step + 1
         risen = jnp.minimum(1.0, step / (WARMUP * steps))
-        rate = first_rate * risen * (1 - state.step / steps)
+        rate = first_rate * jnp.square(risen)
         if follows:
             rate = rate / bound_scale
 

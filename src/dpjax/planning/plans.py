@@ -150,9 +150,9 @@ def _reasons(
         ),
         "clipping": f"every gradient is scaled to {bound}.",
         "rate": (
-            f"Adam's, from {drift * math.sqrt(3 / mechanism.steps):.3g} over the bound to 0, after "
-            f"a rise over {WARMUP:.0%} of the steps: noise moves the loss of an example at the "
-            f"bound by at most about {drift:g} in the whole run."
+            f"Adam's, {drift / math.sqrt(mechanism.steps):.3g} over the bound, after a rise over "
+            f"{WARMUP:.0%} of the steps: noise moves the loss of an example at the bound by at "
+            f"most about {drift:g} in the whole run."
         ),
         "average": "of about the last tenth of the steps; it costs no privacy.",
     }
