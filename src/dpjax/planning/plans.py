@@ -78,7 +78,7 @@ def plan(
       >>> import dpjax
       >>> planned = dpjax.plan(60_000, {"w": jnp.zeros((784, 10))}, epsilon=3.0, delta=1e-5)
       >>> planned.mechanism.steps, planned.mechanism.epsilon() <= 3.0
-      (200, True)
+      (534, True)
 
       Then ``dpjax.dpsgd(loss, planned.optimizer, planned.mechanism, data)``.
     """
@@ -142,7 +142,7 @@ def _reasons(
             f"{mechanism.batch_size:g} of {mechanism.sampling.examples:,}: noise about "
             f"{100 * (size.excess - 1):.0f} % above that of whole batches."
         ),
-        "steps": f"{mechanism.steps}: at equal travel, more of them change the noise little.",
+        "steps": f"{mechanism.steps}: more would take more time, or smaller batches and more noise.",
         "noise": (
             f"multiplier {multiplier:.4g} for epsilon {target}; a gradient "
             f"in which all examples agree is "

@@ -17,6 +17,8 @@ from dpjax import clipping
 
 STEPS = 200
 """The usual number of steps; noise in the parameters hardly depends on it at equal travel."""
+MOST_STEPS = 800
+"""Where data suffice for batches of `LEAST_BATCH`, more steps travel further, at equal noise."""
 RATIO = 0.68
 """The mu of a plan over the square root of steps times sampling rate: a tenth more noise than that
 of batches of all examples."""
@@ -101,6 +103,16 @@ def sized(examples: int, batch: float, steps: int, mu: float) -> Size:
     return Size(batch, steps, ratio * multiplier, multiplier)
 
 
+def usual_steps(examples: int, mu: float) -> int:
+    """The steps of a plan that time does not limit.
+
+    With four times the steps, half the batch has the same excess. So steps grow until the batch is
+    `LEAST_BATCH`, or until they are `MOST_STEPS`.
+    """
+    steps = (mu * examples / (RATIO * LEAST_BATCH)) ** 2
+    return math.ceil(min(max(steps, STEPS), MOST_STEPS))
+
+
 def size_for(examples: int, epsilon: float, delta: float, most: float = math.inf) -> Size:
     """The batch and steps of a plan that computes at most about ``most`` examples.
 
@@ -112,13 +124,13 @@ def size_for(examples: int, epsilon: float, delta: float, most: float = math.inf
     """
     mu = gaussian_parameter(epsilon, delta)
 
-    steps = STEPS
+    steps = usual_steps(examples, mu)
     batch = max(mu * examples / (RATIO * math.sqrt(steps)), LEAST_BATCH)
     batch = min(batch, examples)
     if batch * steps > most:
         # Batch and steps shrink by the same factor, until the steps are at their fewest.
         shrink = math.sqrt(most / (batch * steps))
-        steps = max(min(STEPS, _FEWEST_STEPS), round(steps * shrink))
+        steps = max(_FEWEST_STEPS, round(steps * shrink))
         batch = max(1.0, most / steps)
     return sized(examples, batch, steps, mu)
 
@@ -131,14 +143,15 @@ def other_sizes(examples: int, epsilon: float, delta: float, most: float = math.
     """
     mu = gaussian_parameter(epsilon, delta)
     planned = size_for(examples, epsilon, delta, most)
+    usual = usual_steps(examples, mu)
     others = []
     for factor in (0.5, 1, 2, 4, 8):
         batch = planned.batch * factor
         steps = planned.steps
         # If `size_for` took fewer steps than usual to save time, more time goes into both: steps
         # grow by the root of the factor, up to the usual number, and batches by the rest of it.
-        if planned.steps < STEPS and factor > 1:
-            steps = min(STEPS, round(planned.steps * factor**0.5))
+        if planned.steps < usual and factor > 1:
+            steps = min(usual, round(planned.steps * factor**0.5))
             batch = planned.examples * factor / steps
         others.append(sized(examples, batch, steps, mu))
     return list(dict.fromkeys(others))  # sizes with batches of all examples may be equal
