@@ -142,7 +142,7 @@ def _reasons(
             f"{mechanism.batch_size:g} of {mechanism.sampling.examples:,}: noise about "
             f"{100 * (size.excess - 1):.0f} % above that of whole batches."
         ),
-        "steps": f"{mechanism.steps}: more would take more time, or smaller batches and more noise.",
+        "steps": f"{mechanism.steps}: more take more time, or smaller batches and so more noise.",
         "noise": (
             f"multiplier {multiplier:.4g} for epsilon {target}; a gradient "
             f"in which all examples agree is "
