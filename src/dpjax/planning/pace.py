@@ -75,8 +75,8 @@ def paced(
       >>> planned = dpjax.plan(60_000, jnp.zeros(10), epsilon=3.0, delta=1e-5)
       >>> optimizer = paced(planned.mechanism)
       >>> updates, _ = optimizer.update(jnp.ones(10), optimizer.init(jnp.zeros(10)))
-      >>> print(round(float(updates[0]), 4))  # (1 / 20)^2 of 4 / 200^0.5
-      -0.0007
+      >>> print(f"{updates[0]:.1e}")  # (1 / 80)^2 of 4 / 800^0.5
+      -2.2e-05
 
     References:
       Kingma and Ba, "Adam", 2015. Panda et al., "A New Linear Scaling Rule for Private Adaptive

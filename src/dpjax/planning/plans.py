@@ -78,7 +78,7 @@ def plan(
       >>> import dpjax
       >>> planned = dpjax.plan(60_000, {"w": jnp.zeros((784, 10))}, epsilon=3.0, delta=1e-5)
       >>> planned.mechanism.steps, planned.mechanism.epsilon() <= 3.0
-      (534, True)
+      (800, True)
 
       Then ``dpjax.dpsgd(loss, planned.optimizer, planned.mechanism, data)``.
     """
