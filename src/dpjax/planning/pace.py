@@ -48,9 +48,9 @@ def paced(
     The divisor is at least the deviation of the noise, so noise moves a parameter in a step by at
     most about the rate, and the loss of an example, to first order, by the rate times the norm of
     its gradient. Over $T$ steps it moves the loss of an example at the bound by a standard
-    deviation of at most about $\rho$, as $\sum_t (1 - t / T)^2 \approx T / 3$. Large inputs and
-    deep networks therefore get small steps. The rate rises from 0 over the first tenth of the
-    steps, which the formula omits.
+    deviation of at most about $\rho$. Large inputs and deep networks therefore get small steps.
+    The formula omits that the rate rises from 0 over the first tenth of the steps. It rises by the
+    square: while the bound is still far below the norms, steps in proportion would be too long.
 
     Where noise hides the gradient, how far a run moves along it is in proportion to epsilon and to
     the number of examples.

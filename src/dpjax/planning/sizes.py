@@ -16,7 +16,7 @@ from scipy.stats import norm
 from dpjax import clipping
 
 STEPS = 200
-"""The usual number of steps; noise in the parameters hardly depends on it at equal travel."""
+"""The least number of steps, if time suffices."""
 MOST_STEPS = 800
 """Where data suffice for batches of `LEAST_BATCH`, more steps travel further, at equal noise."""
 RATIO = 0.68
