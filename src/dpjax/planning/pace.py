@@ -50,7 +50,7 @@ def paced(
     its gradient. Over $T$ steps it moves the loss of an example at the bound by a standard
     deviation of at most about $\rho$. Large inputs and deep networks therefore get small steps.
     The formula omits that the rate rises from 0 over the first tenth of the steps. It rises by the
-    square: while the bound is still far below the norms, steps in proportion would be too long.
+    square, because the bound is far below the norms at first, and the rate over it too large.
 
     Where noise hides the gradient, how far a run moves along it is in proportion to epsilon and to
     the number of examples.
