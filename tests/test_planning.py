@@ -31,8 +31,8 @@ def test_sizes_fit_the_data_and_the_time_and_noise_is_never_below_that_of_all_ex
     examples, epsilon, most
 ):
     size = planning.size_for(examples, epsilon, 1e-5, most)
-    assert 1 <= size.batch <= examples
-    assert size.steps >= 1
+    assert min(examples, sizes.LEAST_BATCH, most / size.steps) <= size.batch <= examples
+    assert 25 <= size.steps <= sizes.MOST_STEPS
     assert size.examples <= 1.01 * most + size.steps
     assert size.excess >= 1
     noises = [size.excess for size in planning.other_sizes(examples, epsilon, 1e-5, most)]

@@ -50,7 +50,7 @@ def paced(
     its gradient. Over $T$ steps it moves the loss of an example at the bound by a standard
     deviation of at most about $\rho$. Large inputs and deep networks therefore get small steps.
     The formula omits that the rate rises from 0 over the first tenth of the steps. It rises by the
-    square, because the bound is far below the norms at first, and the rate over it too large.
+    square, because a rate over a bound that is still far below the norms is too large.
 
     Where noise hides the gradient, how far a run moves along it is in proportion to epsilon and to
     the number of examples.
@@ -89,7 +89,7 @@ def paced(
     norm = _USUAL_NORM
     if follows:
         norm = mechanism.clipping.sensitivity  # at first; `bound_scale` has its changes
-    first_rate = drift / norm / math.sqrt(steps)
+    first_rate = drift / (norm * math.sqrt(steps))
 
     def init(params: PyTree) -> PacedState:
         zeros = trees.zeros_wide(params)  # in the dtype of private means

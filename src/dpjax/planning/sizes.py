@@ -18,7 +18,7 @@ from dpjax import clipping
 STEPS = 200
 """The least number of steps, if time suffices."""
 MOST_STEPS = 800
-"""Where data suffice for batches of `LEAST_BATCH`, more steps travel further, at equal noise."""
+"""More steps travel further at equal noise, if data suffice for batches of `LEAST_BATCH`."""
 RATIO = 0.68
 """The mu of a plan over the square root of steps times sampling rate: a tenth more noise than that
 of batches of all examples."""
