@@ -5,7 +5,7 @@ claim     models on fixed features reach `TARGETS` at an epsilon that is exact b
 verdict   linear models on whitened features reach them on FashionMNIST and CIFAR-10, and on MNIST
           at 1; MNIST at 2, 3 and 8 is up to 0.2 below; experiments/results/README.md has the rows,
           and the commands of what did not run
-time      35 to 100 core seconds a run of MNIST, 45 to 120 of FashionMNIST, 90 to 170 of CIFAR-10
+time      30 to 170 core seconds a run, and up to 690 where it computes features first
 hardware  CPU cores
 command   python -m experiments.accuracy --seeds=10 --cache_dir=FOLDER
               --out=experiments/results/accuracy.json
