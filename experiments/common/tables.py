@@ -140,12 +140,6 @@ UNRUN = (  # what, core minutes, and the command or why there is none
         "the script of `docs/pages/cifar10.md` with `models.WideResNet()` and batches of 4,096",
     ),
     (
-        "Papernot et al.: Adam without privacy on FashionMNIST at two more rates",
-        "19",
-        '`python -m experiments.tempered_sigmoids --row="adam at 0.0005, not private" '
-        '--row="adam at 0.002, not private" --seeds=3 {papernot2021}`',
-    ),
-    (
         "Papernot et al.: CIFAR-10, a search over batch, filters, decay and averages",
         "GPU",
         "no rows: `experiments/tempered_sigmoids/settings.py` has batches of 4,096 at five rates",
