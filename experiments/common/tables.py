@@ -174,12 +174,6 @@ UNRUN = (  # what, core minutes, and the command or why there is none
         '--row="cifar wavelets cnn SSE+focal" --seeds=3 {losing_less2022}`',
     ),
     (
-        "Bu et al.: seeds of bounds 0.1 and 500",
-        "33",
-        '`python -m experiments.calibration --row="mnist R = 0.1" --row="mnist R = 500" --seeds=3 '
-        "{bu2023}`",
-    ),
-    (
         "Bu et al.: seeds of the other bounds",
         "44",
         "`python -m experiments.calibration --table=bounds --seeds=3 {bu2023}`",
