@@ -3,7 +3,7 @@
 
 claim     `dpjax.plan` is at most 0.5 points (2 % of RMSE) behind a searched row at equal epsilon
 verdict   docs/pages/nothing_to_tune.md has the tables and a verdict, which ``--page`` writes
-time      3 to 10 core seconds a run of a table, 1 to 3 core minutes of images
+time      3 to 10 core seconds a run of a table, up to 7 core minutes of images and text
 hardware  CPU cores
 command   python -m experiments.nothing_to_tune --seeds=5 --cache_dir=FOLDER
               --out=experiments/results/nothing_to_tune.json

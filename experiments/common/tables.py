@@ -612,22 +612,10 @@ def best_table() -> str:
             cells.append(compared(here, known, carried))
         lines.append(markdown.line(title, *cells))
     trials = [f"{trials_on(dataset)} on {title}" for dataset, title in TITLES.items()]
-    note = f"Means of {seeds_in_words(shown)}. Trials: {', '.join(trials)}."
+    fewest = min(len(rows.get(name, {})) for name in shown.values())
+    note = f"Means of at least {fewest} seeds. Trials: {', '.join(trials)}."
     head = "| here; best published | epsilon 1 | 2 | 3 | 8 |"
     return markdown.table(head, [*lines, "", note])
-
-
-def seeds_in_words(shown: Mapping[tuple[str, float], str]) -> str:
-    """How many seeds the rows have: "5 seeds; of 10 for MNIST at 2"."""
-    rows = load("accuracy")["rows"]
-    places: dict[int, list[str]] = {}
-    for (title, epsilon), name in shown.items():
-        count = len(rows.get(name, {}))
-        places.setdefault(count, []).append(f"{title} at {epsilon:g}")
-    usual, *others = sorted(places, key=lambda count: len(places[count]), reverse=True)
-    words = [f"{usual} seeds"]
-    words += [f"of {count} for {', '.join(places[count])}" for count in others]
-    return "; ".join(words)
 
 
 def compared(here: Sequence[float], known: float, carried: bool) -> str:
